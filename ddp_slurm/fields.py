@@ -1,0 +1,126 @@
+"""The kinds of value in cluster.yaml, job.yaml and on the command line, each checked where it is read.
+
+Everything here ends in a shell script, an #SBATCH line, slurm.conf or an ssh command, so each kind says what it
+accepts and refuses the rest with the value and an example.
+"""
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\u0085\u2028\u2029]")
+
+
+class Schema(BaseModel):
+    """Base of the models: immutable, and an unknown key is a fault."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _matching(pattern: str, wanted: str) -> BeforeValidator:
+    compiled = re.compile(pattern)
+
+    def check(value: Any) -> str:
+        if not isinstance(value, str):
+            raise ValueError(f"{_short(value)} is not {wanted}")
+        if not compiled.fullmatch(value):
+            raise ValueError(f"{value!r} is not {wanted}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _short(value: Any) -> str:
+    kind = {dict: "a mapping", list: "a list"}.get(type(value))
+    return kind or repr(value)
+
+
+def one_line(value: Any) -> str:
+    """Text without control characters: a newline would begin another directive or command."""
+    if not isinstance(value, str):
+        raise ValueError(f"{_short(value)} is not a text")
+    if CONTROL_CHARACTERS.search(value):
+        raise ValueError(f"{value!r} has a newline or another control character in it; it must be one line")
+    return value
+
+
+def whole_number(value: Any) -> int:
+    """An int >= 0 written in plain digits; ``int()`` would take 1_0, +4 and other alphabets' digits too."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if not (isinstance(value, str) and re.fullmatch(r"[0-9]{1,9}", value)):
+        raise ValueError(f"{_short(value)} is not a whole number, such as 4")
+    return int(value)
+
+
+def positive_number(value: Any) -> int:
+    number = whole_number(value)
+    if number == 0:
+        raise ValueError("0 is too few; it must be 1 or more")
+    return number
+
+
+_MEMORY_MB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
+
+
+def memory_mb(value: Any) -> int:
+    """Slurm's memory sizes in MiB. Its bare number means MiB, which hardly anybody expects, so a unit is asked for."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    match = re.fullmatch(r"([0-9]{1,12})([KMGT])", value, re.IGNORECASE) if isinstance(value, str) else None
+    megabytes = int(int(match[1]) * _MEMORY_MB[match[2].upper()]) if match else 0
+    if megabytes < 1:
+        hint = f": Slurm reads it as MiB; write {value}M or {value}G" if str(value).isdigit() and value != "0" else ""
+        raise ValueError(
+            f"{_short(value)} is not a memory size{hint or '; a whole number with K, M, G or T is, such as 64G'}"
+        )
+    return megabytes
+
+
+def memory_text(megabytes: int) -> str:
+    """The shortest exact form of a size in MiB that Slurm reads: ``30G``, ``1500M``."""
+    return f"{megabytes // 1024}G" if megabytes % 1024 == 0 else f"{megabytes}M"
+
+
+WholeNumber = Annotated[int, BeforeValidator(whole_number)]
+PositiveNumber = Annotated[int, BeforeValidator(positive_number)]
+MemoryMb = Annotated[int, BeforeValidator(memory_mb)]
+OneLine = Annotated[str, BeforeValidator(one_line)]
+
+Word = Annotated[
+    str,
+    _matching(r"[A-Za-z0-9_][A-Za-z0-9_.+@-]*", "a plain word; letters, digits and _ . - + @ are accepted"),
+]
+"""A partition, account, QOS or cluster name."""
+
+GpuType = Annotated[
+    str,
+    _matching(
+        r"[A-Za-z0-9_][A-Za-z0-9_.-]*", "a gres type; letters, digits and _ . - are accepted, as in a100 or rtx_3090"
+    ),
+]
+HostName = Annotated[
+    str, _matching(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?", "a host name; letters, digits, - and . are accepted")
+]
+Address = Annotated[
+    str, _matching(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(%[A-Za-z0-9_.-]+)?",
+                   "a host name or an IPv4 or IPv6 address")
+]  # fmt: skip
+InterfaceName = Annotated[
+    str, _matching(r"[A-Za-z0-9_][A-Za-z0-9_.@:-]{0,14}", "a network interface's name, such as eno1")
+]
+Constraint = Annotated[
+    str, _matching(r"[A-Za-z0-9_.+&|,!*()\[\]-]+", "a constraint in Slurm's words, such as volta&nvlink")
+]
+EnvName = Annotated[
+    str, _matching(r"[A-Za-z_][A-Za-z0-9_]*", "a variable's name; letters, digits and _ are accepted")
+]
+UserName = Annotated[str, _matching(r"[A-Za-z_][A-Za-z0-9_.-]*", "a user's name")]
+TimeLimit = Annotated[
+    str,
+    _matching(
+        r"[0-9]+|[0-9]+:[0-9]{1,2}|[0-9]+:[0-9]{1,2}:[0-9]{1,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}|UNLIMITED|INFINITE",
+        "a time limit in Slurm's format: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S, such as 12:00:00 for twelve hours",
+    ),
+]
