@@ -188,17 +188,18 @@ class Cluster:
             for node in entry.expand(checked.ssh):
                 if node.name in entry_of:
                     first = file.lines.get(("nodes", entry_of[node.name], "name"), 1)
-                    faults.append(
-                        f"{file.path}:{line}: nodes[{index}].name: node {node.name!r} is there twice, first on line {first}"
-                    )
+                    where = f"{file.path}:{line}: nodes[{index}].name"
+                    faults.append(f"{where}: node {node.name!r} is there twice, first on line {first}")
                 entry_of.setdefault(node.name, index)
                 nodes.append(node)
         if not any(node.gpus for node in nodes):
-            faults.append(f"{file.path}:{file.lines.get(('nodes',), 1)}: nodes: no node has a GPU; give one 'gpus: 1' or more")
+            line = file.lines.get(("nodes",), 1)
+            faults.append(f"{file.path}:{line}: nodes: no node has a GPU; give one 'gpus: 1' or more")
         loopback = [i for i, entry in enumerate(checked.nodes) if entry.interface == "lo"]
         if loopback and len(nodes) > 1:
             line = file.lines.get(("nodes", loopback[0], "interface"), 1)
-            faults.append(f"{file.path}:{line}: nodes[{loopback[0]}].interface: 'lo' reaches no other node; name a real interface")
+            where = f"{file.path}:{line}: nodes[{loopback[0]}].interface"
+            faults.append(f"{where}: 'lo' reaches no other node; name a real interface")
         if checked.controller is not None and checked.controller not in entry_of:
             line = file.lines.get(("controller",), 1)
             faults.append(f"{file.path}:{line}: controller: {checked.controller!r} is not one of the nodes")

@@ -32,8 +32,7 @@ def _matching(pattern: str, wanted: str) -> BeforeValidator:
 
 
 def _short(value: Any) -> str:
-    kind = {dict: "a mapping", list: "a list"}.get(type(value))
-    return kind or repr(value)
+    return "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list) else repr(value)
 
 
 def one_line(value: Any) -> str:
@@ -113,14 +112,12 @@ InterfaceName = Annotated[
 Constraint = Annotated[
     str, _matching(r"[A-Za-z0-9_.+&|,!*()\[\]-]+", "a constraint in Slurm's words, such as volta&nvlink")
 ]
-EnvName = Annotated[
-    str, _matching(r"[A-Za-z_][A-Za-z0-9_]*", "a variable's name; letters, digits and _ are accepted")
-]
+EnvName = Annotated[str, _matching(r"[A-Za-z_][A-Za-z0-9_]*", "a variable's name; letters, digits and _ are accepted")]
 UserName = Annotated[str, _matching(r"[A-Za-z_][A-Za-z0-9_.-]*", "a user's name")]
 TimeLimit = Annotated[
     str,
     _matching(
-        r"[0-9]+|[0-9]+:[0-9]{1,2}|[0-9]+:[0-9]{1,2}:[0-9]{1,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}|UNLIMITED|INFINITE",
+        r"[0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}|UNLIMITED|INFINITE",
         "a time limit in Slurm's format: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S, such as 12:00:00 for twelve hours",
     ),
 ]

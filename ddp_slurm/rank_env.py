@@ -56,11 +56,12 @@ class RankEnv:
             raise LaunchError(
                 "not inside an srun step: this process runs in the batch shell of job "
                 f"{env['SLURM_JOB_ID']}, so it would wait for ranks that never come. Start it with: "
-                "srun python -m ddp_slurm.run python train.py (a heterogeneous job: let ddp-slurm submit write the srun line)"
+                "srun python -m ddp_slurm.run python train.py "
+                "(for a heterogeneous job let ddp-slurm submit write the srun line)"
             )
         raise LaunchError(
-            "no launcher: neither torchrun's variables (RANK, LOCAL_RANK, WORLD_SIZE, ...) nor those of an srun step are "
-            "set. Start it with: python -m ddp_slurm.submit --backend local -- python train.py"
+            "no launcher: neither torchrun's variables (RANK, LOCAL_RANK, WORLD_SIZE, ...) nor those of an srun step "
+            "are set. Start it with: python -m ddp_slurm.submit --backend local -- python train.py"
         )
 
     @classmethod

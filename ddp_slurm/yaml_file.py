@@ -49,7 +49,8 @@ def load_yaml(path: Path, error: type[DdpSlurmError]) -> YamlFile:
         node = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as fault:
         mark = fault.problem_mark or fault.context_mark
-        raise error(f"{path}:{mark.line + 1 if mark else 1}: not valid YAML: {fault.problem or fault.context}") from None
+        line = mark.line + 1 if mark else 1
+        raise error(f"{path}:{line}: not valid YAML: {fault.problem or fault.context}") from None
     except (yaml.YAMLError, ValueError) as fault:
         raise error(f"{path}: not valid YAML: {str(fault).splitlines()[0]}") from None
     file = YamlFile(path, None)
@@ -88,9 +89,8 @@ class _Converter:
             key = key_node.value
             if key in result:
                 first = self.file.lines[(*path, key)]
-                self.file.faults.append(
-                    f"{self.file.path}:{line}: {key_path_text((*path, key))}: the key stands twice, first on line {first}"
-                )
+                where = f"{self.file.path}:{line}: {key_path_text((*path, key))}"
+                self.file.faults.append(f"{where}: the key stands twice, first on line {first}")
             self.file.lines[(*path, key)] = line
             result[key] = self.convert(child, (*path, key))
         return result
