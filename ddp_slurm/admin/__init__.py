@@ -1,0 +1,1 @@
+"""From bare machines to a running Slurm: probe, configs, install, doctor."""

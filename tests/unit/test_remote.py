@@ -1,0 +1,102 @@
+"""Commands on nodes: what reaches the ssh client, and what comes back."""
+
+import os
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from ddp_slurm.admin import remote
+from ddp_slurm.admin.remote import RemoteError, Result, on_all, run, run_script, ssh_argv
+from ddp_slurm.cluster import Node, Ssh
+
+AWAY = Node("alpha", address="192.0.2.77", ssh=Ssh(user="ops", port=2222, identity="~/keys/id 100%"))
+
+STUB_SSH = """#!/bin/sh
+printf '%s\\n' "$@" >"$STUB_LOG"
+while [ "$1" != -- ]; do shift; done
+exec sh -c "$3"
+"""
+
+
+@pytest.fixture
+def stub_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An ssh that runs the command here, through a shell as sshd does; its arguments are in the file returned."""
+    client = tmp_path / "bin" / "ssh"
+    client.parent.mkdir()
+    client.write_text(STUB_SSH)
+    client.chmod(client.stat().st_mode | stat.S_IXUSR)
+    log = tmp_path / "arguments"
+    monkeypatch.setenv("PATH", f"{client.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("STUB_LOG", str(log))
+    return log
+
+
+def test_the_client_gets_what_cluster_yaml_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    argv = ssh_argv(AWAY, "true")
+    assert argv[-3:] == ["--", "192.0.2.77", "true"]
+    assert argv[argv.index("-l") + 1] == "ops"
+    assert argv[argv.index("-p") + 1] == "2222"
+    assert argv[argv.index("-i") + 1] == "/home/me/keys/id 100%%"
+    assert {"BatchMode=yes", "ControlMaster=no", "ControlPath=none", "IdentitiesOnly=yes"} <= set(argv)
+
+
+def test_what_is_not_said_is_left_to_the_users_configuration() -> None:
+    argv = ssh_argv(Node("alpha"), "true")
+    assert not {"-l", "-p", "-i", "IdentitiesOnly=yes"} & set(argv)
+    assert argv[-2] == "alpha"
+
+
+@pytest.mark.parametrize(
+    "word", ["a b", "it's", "$HOME", "`id`", "a;b", "*", "", "-n", 'say "x"', "back\\slash", "!x", "ü"]
+)
+def test_every_word_arrives_as_it_is(stub_ssh: Path, word: str) -> None:
+    assert run(AWAY, ["printf", "%s.", word, "end"]).stdout == f"{word}.end."
+
+
+def test_a_newline_never_reaches_the_remote_shell(stub_ssh: Path) -> None:
+    with pytest.raises(RemoteError, match="control character"):
+        run(AWAY, ["printf", "a\nreboot"])
+    assert not stub_ssh.exists()
+
+
+def test_a_script_and_its_secret_are_in_no_argument(stub_ssh: Path) -> None:
+    script = "secret='s3cret'\nread line || line=nothing\nprintf '%s %s\\n' \"$secret\" \"$line\"\ncat\necho end"
+    assert run_script(AWAY, script) == Result(0, "s3cret nothing\nend\n", "")
+    assert "s3cret" not in stub_ssh.read_text()
+
+
+def test_a_failed_command_is_a_result_and_a_failed_connection_an_error(stub_ssh: Path) -> None:
+    assert run(AWAY, ["sh", "-c", "echo no >&2; exit 3"]) == Result(3, "", "no\n")
+    with pytest.raises(
+        RemoteError, match=r"alpha: cannot be reached by ssh \(ops@192\.0\.2\.77 port 2222\): .*ssh-copy-id"
+    ):
+        run(AWAY, ["sh", "-c", "echo 'Permission denied (publickey).' >&2; exit 255"])
+    with pytest.raises(RemoteError, match=r"alpha: sleep was not done after 0\.1 s"):
+        run(AWAY, ["sleep", "5"], timeout_seconds=0.1)
+
+
+def test_this_machine_needs_no_ssh(stub_ssh: Path) -> None:
+    for node in (Node(socket.gethostname()), Node("x", address="127.0.0.1"), Node("x", address="::1")):
+        assert run(node, ["printf", "%s", "a b"]).stdout == "a b"
+    assert run(Node("x", address="127.0.0.1"), ["no-such-command"]).returncode == 127
+    assert not stub_ssh.exists()
+
+
+def test_another_user_here_goes_through_ssh() -> None:
+    assert not remote.is_local(Node("x", address="127.0.0.1", ssh=Ssh(user="somebody_else")))
+    assert not remote.is_local(Node("elsewhere"))
+    assert not remote.is_local(Node("x", address="192.0.2.77"))
+
+
+def test_one_node_that_is_down_does_not_hide_the_others() -> None:
+    def ask(node: Node) -> str:
+        if node.name == "b":
+            raise RemoteError("b: cannot be reached")
+        return node.name.upper()
+
+    answers = on_all([Node("a"), Node("b"), Node("c")], ask)
+    assert (answers["a"], answers["c"]) == ("A", "C")
+    assert isinstance(answers["b"], RemoteError)
