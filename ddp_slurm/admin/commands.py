@@ -1,0 +1,38 @@
+"""``ddp-slurm cluster ...``: from bare machines to a running Slurm."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Machines to a running Slurm: probe, configs, install.")
+
+
+@app.command()
+def configs(
+    cluster: Annotated[Path, typer.Option(help="The cluster.yaml.")] = Path("cluster.yaml"),
+    slurm_version: Annotated[
+        str, typer.Option(help="Slurm's release on all nodes, as 'sinfo --version' shows it.")
+    ] = "22.05",
+    output: Annotated[
+        Path | None, typer.Option(help="Write the files into this folder instead of printing them.")
+    ] = None,
+    slurmdbd: Annotated[
+        bool, typer.Option("--slurmdbd", help="With accounting in a database: slurmdbd.conf too.")
+    ] = False,
+    health_check: Annotated[
+        str | None, typer.Option(help="Path of a program that slurmd runs every five minutes.")
+    ] = None,
+) -> None:
+    """Slurm's configuration files of a cluster.yaml, with the reason for each line."""
+    from ..cluster import Cluster
+    from .configs import render_configs, write_configs
+
+    files = render_configs(
+        Cluster.load(cluster), slurm_version=slurm_version, slurmdbd=slurmdbd, health_check=health_check
+    )
+    if output is None:
+        typer.echo("\n".join(f"### {name} ###\n{text}" for name, text in files.items()), nl=False)
+        return
+    for path in write_configs(files, output):
+        typer.echo(str(path))
