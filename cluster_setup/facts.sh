@@ -1,0 +1,172 @@
+#!/bin/sh
+# Prints what this machine is and what it runs. `ddp-slurm cluster probe` and `ddp-slurm doctor` send it over ssh; it
+# reads only, needs nothing but a POSIX shell, and leaves out what a missing tool would have told.
+#
+# Lines: `fact KEY VALUE`, or `block NAME STATUS` followed by a command's output, each of its lines behind a `|`.
+#
+# Set before it, all optional:
+#   DEPTH=doctor   also the state of Slurm, munge, users, files, names and ports
+#   PEERS          the other nodes, as NAME=ADDRESS words
+#   PORTS          TCP ports to try on each of them
+#   CREDENTIAL     a munge credential to decode
+#   PYTHON         the interpreter that trains
+
+LC_ALL=C
+PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/opt/rocm/bin
+export LC_ALL PATH
+
+fact() { printf 'fact %s %s\n' "$1" "$2"; }
+
+have() { command -v "$1" >/dev/null 2>&1; }
+
+block() { # NAME COMMAND...: nothing where the command is not there
+    block_name=$1
+    shift
+    have "$1" || return 0
+    if have timeout; then set -- timeout "${PATIENCE:-20}" "$@"; fi
+    block_text=$("$@" 2>&1)
+    printf 'block %s %s\n' "$block_name" "$?"
+    printf '%s\n' "$block_text" | sed 's/^/|/'
+}
+
+file_block() { # NAME FILE
+    if [ -r "$2" ]; then block "$1" cat "$2"; fi
+}
+
+machine() {
+    fact hostname "$(uname -n)"
+    fact kernel "$(uname -r)"
+    fact arch "$(uname -m)"
+    fact now "$(date +%s.%N)"
+    # shellcheck source=/dev/null # the distribution's own file
+    if [ -r /etc/os-release ]; then (. /etc/os-release && fact os "${ID:-linux}-${VERSION_ID:-unknown}"); fi
+    if have getconf; then fact libc "$(getconf GNU_LIBC_VERSION 2>/dev/null)"; fi
+    while read -r key value _; do
+        if [ "$key" = MemTotal: ]; then fact memory_kib "$value"; fi
+    done </proc/meminfo
+    for cpu in /sys/devices/system/cpu/cpu[0-9]*; do
+        if [ -r "$cpu/topology/core_id" ]; then
+            fact cpu "$(cat "$cpu/topology/physical_package_id") $(cat "$cpu/topology/core_id")"
+        fi
+    done
+    if have nproc; then fact cpus_usable "$(nproc)"; fi
+}
+
+network() {
+    # The address that the prober reached; without ssh there is none.
+    # shellcheck disable=SC2086 # four words
+    set -- ${SSH_CONNECTION:-}
+    if [ -n "${3:-}" ]; then fact reached_at "$3"; fi
+    for path in /sys/class/net/*; do
+        if [ -e "$path" ]; then
+            fact interface "${path##*/} $(cat "$path/operstate" 2>/dev/null || echo unknown) $(cat "$path/speed" 2>/dev/null || echo -1)"
+        fi
+    done
+    block addresses ip -o addr show
+    file_block routes /proc/net/route
+}
+
+gpus() {
+    block nvidia-smi nvidia-smi --query-gpu=index,pci.bus_id,memory.total,driver_version,name --format=csv,noheader,nounits
+    # Its own query: drivers before 510 do not know the field and would answer nothing at all.
+    block nvidia-smi.capability nvidia-smi --query-gpu=index,compute_cap --format=csv,noheader
+    for path in /proc/driver/nvidia/gpus/*/information; do
+        if [ -r "$path" ]; then block nvidia.information cat "$path"; fi
+    done
+    file_block nvidia.module /proc/driver/nvidia/version
+    block amd-smi amd-smi static --asic --bus --vram --driver --json
+    block rocm-smi rocm-smi --showproductname --showmeminfo vram --showbus --showdriverversion --json
+    for path in /dev/nvidia[0-9]* /dev/dri/renderD*; do
+        if [ -c "$path" ]; then fact device "$path"; fi
+    done
+}
+
+slurm() {
+    block slurmd.version slurmd -V
+    block slurmctld.version slurmctld -V
+    block slurmd.hardware slurmd -C
+    block slurm.ping scontrol ping
+    case ${block_text:-} in # every other question to a controller that is down waits for a minute
+    *' UP'*)
+        block slurm.config scontrol show config
+        block slurm.nodes scontrol -o show node
+        ;;
+    esac
+    for folder in /etc/slurm /etc/slurm-llnl /run/slurm/conf /usr/local/etc; do
+        for path in "$folder"/slurm.conf "$folder"/gres.conf "$folder"/cgroup.conf; do
+            if [ -r "$path" ]; then fact config_file "$path $(cksum <"$path")"; fi
+        done
+    done
+    fact cgroup "$(stat -fc %T /sys/fs/cgroup 2>/dev/null)"
+    for path in /usr/lib/*/slurm*/cgroup_v?.so /usr/lib/slurm*/cgroup_v?.so /usr/lib64/slurm/cgroup_v?.so \
+        /usr/local/lib/slurm/cgroup_v?.so /opt/slurm/lib/slurm/cgroup_v?.so; do
+        if [ -e "$path" ]; then fact cgroup_plugin "$path"; fi
+    done
+}
+
+identity() {
+    block users getent passwd
+    if [ -e /etc/munge/munge.key ]; then fact munge_key "$(stat -c '%a %U %s' /etc/munge/munge.key)"; fi
+    if [ -n "${CREDENTIAL:-}" ] && have unmunge; then
+        block_text=$(printf '%s\n' "$CREDENTIAL" | unmunge 2>&1)
+        printf 'block unmunge %s\n' "$?"
+        printf '%s\n' "$block_text" | sed 's/^/|/'
+    fi
+    block clock.chrony chronyc -n tracking
+}
+
+try_port() { # NAME ADDRESS PORT
+    answer=$(timeout 4 bash -c "exec 3<>/dev/tcp/$2/$3" 2>&1)
+    case $?:$answer in
+    0:*) fact port "$1 $3 open" ;;
+    124:*) fact port "$1 $3 silent" ;;
+    *refused*) fact port "$1 $3 refused" ;;
+    *) fact port "$1 $3 unreachable" ;;
+    esac
+}
+
+peers() {
+    own=$(uname -n)
+    for peer in "${own%%.*}=" ${PEERS:-}; do
+        fact resolves "${peer%%=*} $(getent ahosts "${peer%%=*}" | sed -n 's/^\([^ ]*\) *STREAM.*/\1/p' | tr '\n' ' ')"
+    done
+    have bash && have timeout || return 0
+    for peer in ${PEERS:-}; do
+        for port in ${PORTS:-}; do
+            try_port "${peer%%=*}" "${peer#*=}" "$port" &
+        done
+    done
+    wait
+}
+
+training() {
+    PATIENCE=120 # the first import of torch from a slow disk
+    # shellcheck disable=SC2016 # Python, not shell
+    block training "${PYTHON:-python3}" -c '
+import json, platform
+found = {"python": platform.python_version()}
+try:
+    import torch
+    found["torch"] = torch.__version__
+    found["cuda"] = torch.version.cuda or torch.version.hip or "none"
+    found["cudnn"] = str(torch.backends.cudnn.version() or "none")
+    if torch.version.cuda:
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["architectures"] = torch._C._cuda_getArchFlags() or ""
+except Exception as fault:
+    found["torch_fault"] = f"{type(fault).__name__}: {fault}"
+print("facts " + json.dumps(found))
+'
+}
+
+echo 'facts begin'
+machine
+network
+gpus
+if [ "${DEPTH:-}" = doctor ]; then
+    slurm
+    identity
+    peers
+    training
+fi
+echo 'facts end'
