@@ -1,0 +1,68 @@
+"""``ddp-slurm lab``: up, down, exec, kill and status."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..cluster import Cluster
+from .lab import Lab, check_machine, remove
+
+app = typer.Typer(
+    help="A real Slurm of several hosts on this machine, from a cluster.yaml (root, Debian or Ubuntu).",
+    no_args_is_help=True,
+)
+Name = Annotated[str, typer.Option(help="Which lab; several run side by side under different names.")]
+
+
+@app.command()
+def up(
+    cluster: Annotated[Path, typer.Option(help="The machines to play.")] = Path("cluster.yaml"),
+    name: Name = "lab",
+    slurm_root: Annotated[
+        Path | None, typer.Option(help="Root folder of another system (debootstrap) whose Slurm is used.")
+    ] = None,
+) -> None:
+    """Start a host of its own for every node of a cluster.yaml, with fake GPUs, and Slurm on all of them."""
+    lab = Lab.up(Cluster.load(cluster), name, slurm_root)
+    width = max(len(node.name) for node in lab.nodes)
+    for node in lab.nodes:
+        print(f"{node.name:{width}}  {node.address}  idle", file=sys.stderr)
+    named = "" if name == "lab" else f" --name {name}"
+    print(f"{len(lab.nodes)} nodes are idle. Now, in any shell on this machine:", file=sys.stderr)
+    for key, value in lab.environ.items():
+        print(f"export {key}={value}")
+    print(f"sbatch test.sh\nddp-slurm lab down{named}")
+
+
+@app.command()
+def down(name: Name = "lab") -> None:
+    """End every process of a lab and remove all that it made."""
+    check_machine(slurm_root=None)
+    remove(name)
+
+
+@app.command(
+    "exec",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+def exec_(ctx: typer.Context, node: str, name: Name = "lab") -> None:
+    """Run a command inside a node: its network, host name and hosts file."""
+    lab = Lab.find(name)
+    argv = lab.inside(lab.node(node), ctx.args)
+    os.execvpe(argv[0], argv, {**os.environ, **lab.environ})
+
+
+@app.command()
+def kill(node: str, name: Name = "lab") -> None:
+    """Let a node die: its processes are killed and its link goes down."""
+    Lab.find(name).kill(node)
+
+
+@app.command()
+def status(name: Name = "lab") -> None:
+    """The nodes and Slurm's state of each."""
+    for node, state in Lab.find(name).status().items():
+        print(f"{node}\t{state}")

@@ -1,0 +1,148 @@
+"""Network namespaces: a switch that slurmctld shares, one namespace a node, and one link to this machine.
+
+The bridge stands in the controller's namespace and not in the machine's own, so that the machine's firewall
+(Docker sets forwarding to drop) does not see what the nodes say to each other, and all links but one vanish with
+their namespaces.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from .errors import LabError
+
+NETNS_FOLDER = Path("/run/netns")
+NETWORKS = [f"198.{18 + n // 256}.{n % 256}" for n in range(512)]
+"""The range 198.18.0.0/15 is set aside for tests of network devices (RFC 2544): no real network uses it."""
+
+SWITCH_HOST, MACHINE_HOST = 254, 253
+MAX_NODES = 250
+DEATH_SECONDS = 20.0
+
+
+def ip(*args: str) -> str:
+    """Run ``ip``; its error becomes a LabError."""
+    done = subprocess.run(["ip", *args], capture_output=True, text=True)
+    if done.returncode:
+        raise LabError(f"ip {' '.join(args)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def link_name(network: int) -> str:
+    """The lab's one link on the machine itself; link names have at most 15 characters."""
+    return f"ddplab{network}"
+
+
+def free_network(taken: Iterable[int]) -> int:
+    """An index into NETWORKS that neither another lab nor the machine uses."""
+    addresses = ip("-o", "-4", "address", "show")
+    links = set(os.listdir("/sys/class/net"))
+    for n in set(range(len(NETWORKS))).difference(taken):
+        if f" {NETWORKS[n]}." not in addresses and link_name(n) not in links:
+            return n
+    raise LabError(f"all {len(NETWORKS)} networks of 198.18.0.0/15 are in use; take a lab down")
+
+
+def make_switch(netns: str, network: int) -> None:
+    """The controller's namespace with a bridge in it, reachable from this machine at address .254."""
+    ip("netns", "add", netns)
+    prefix, link = NETWORKS[network], link_name(network)
+    ip("-n", netns, "link", "set", "lo", "up")
+    ip("-n", netns, "link", "add", "br0", "type", "bridge")
+    ip("-n", netns, "address", "add", f"{prefix}.{SWITCH_HOST}/24", "dev", "br0")
+    ip("-n", netns, "link", "set", "br0", "up")
+    ip("link", "add", link, "type", "veth", "peer", "name", "machine", "netns", netns)
+    ip("-n", netns, "link", "set", "machine", "master", "br0", "up")
+    ip("address", "add", f"{prefix}.{MACHINE_HOST}/24", "dev", link)
+    ip("link", "set", link, "up")
+
+
+def make_node(netns: str, switch: str, index: int, address: str) -> None:
+    """A namespace with one interface, eth0, plugged into the switch."""
+    ip("netns", "add", netns)
+    ip("link", "add", f"node{index}", "netns", switch, "type", "veth", "peer", "name", "eth0", "netns", netns)
+    ip("-n", netns, "link", "set", "lo", "up")
+    ip("-n", netns, "address", "add", f"{address}/24", "dev", "eth0")
+    ip("-n", netns, "link", "set", "eth0", "up")
+    plug(switch, index, up=True)
+
+
+def plug(switch: str, index: int, *, up: bool) -> None:
+    """Connect a node's cable at the switch, or pull it."""
+    ip("-n", switch, "link", "set", f"node{index}", "master", "br0", "up" if up else "down")
+
+
+def namespaces(prefix: str) -> list[str]:
+    """Names of the network namespaces that begin with ``prefix``."""
+    if not NETNS_FOLDER.is_dir():
+        return []
+    return sorted(name for name in os.listdir(NETNS_FOLDER) if name.startswith(prefix))
+
+
+def processes(netns: str) -> list[int]:
+    """All processes inside a namespace. The kernel's word, so no stale pid file can name somebody else's."""
+    try:
+        wanted = os.stat(NETNS_FOLDER / netns)
+        machine = os.stat("/proc/self/ns/net")
+    except FileNotFoundError:
+        return []
+    # A file that is no namespace (`ip netns add` was killed half-way), or a bind mount of the machine's own one.
+    if wanted.st_dev != machine.st_dev or wanted.st_ino == machine.st_ino:
+        return []
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            inside = os.stat(f"/proc/{pid}/ns/net")
+        except OSError:  # gone meanwhile, or a zombie
+            continue
+        if (inside.st_dev, inside.st_ino) == (wanted.st_dev, wanted.st_ino):
+            found.append(int(pid))
+    return found
+
+
+def kill_processes(netns: str) -> None:
+    """SIGKILL everything in a namespace, children that are born meanwhile included, and wait until it is gone."""
+    give_up = time.monotonic() + DEATH_SECONDS
+    while pids := processes(netns):
+        if os.getpid() in pids:
+            raise LabError(f"this very process runs inside {netns}; do that from outside the lab")
+        if time.monotonic() > give_up:
+            raise LabError(f"processes {pids} in network namespace {netns} do not die")
+        for pid in pids:
+            _kill(pid, netns)
+        time.sleep(0.01)
+
+
+def _kill(pid: int, netns: str) -> None:
+    """Kill one process if it is (still) inside; a pid may have been given to another one since it was read."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        if os.path.samefile(f"/proc/{pid}/ns/net", NETNS_FOLDER / netns):
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+    except (FileNotFoundError, ProcessLookupError):
+        return
+    finally:
+        os.close(handle)
+
+
+def remove_namespace(netns: str) -> None:
+    """End everything in a namespace and remove it, also one that is only half there."""
+    kill_processes(netns)
+    done = subprocess.run(["ip", "netns", "delete", netns], capture_output=True, text=True)
+    path = NETNS_FOLDER / netns
+    if done.returncode and path.exists() and not os.path.ismount(path):
+        path.unlink()  # `ip netns add` was killed between making the file and mounting the namespace on it
+    elif done.returncode and path.exists():
+        raise LabError(f"ip netns delete {netns}: {done.stderr.strip()}")
+
+
+def remove_link(network: int) -> None:
+    """Remove the machine's link of a lab; its other end vanishes with it."""
+    if link_name(network) in os.listdir("/sys/class/net"):
+        ip("link", "delete", link_name(network))
