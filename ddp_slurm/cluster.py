@@ -15,7 +15,7 @@ from .fields import (
     GpuType,
     InterfaceName,
     MemoryMb,
-    OneLine,
+    PlainText,
     PositiveNumber,
     Schema,
     UserName,
@@ -66,7 +66,7 @@ class Ssh(Schema):
 
     user: UserName | None = None
     port: PositiveNumber | None = None
-    identity: OneLine | None = None
+    identity: PlainText | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,10 @@ class Node:
     gpus: tuple[GpuModel, ...] = ()
     cpus: int | None = None
     memory_mb: int | None = None
-    """Memory of the node in MiB."""
+    """What jobs may use of the node, in MiB: slurm.conf's RealMemory, and the --mem of a job that takes the whole node.
+
+    ``cluster probe`` writes 95 % of what the kernel reports, so that the node never registers with less.
+    """
     address: str | None = None
     """Where other machines reach it, where its name does not resolve; for torchrun, ssh and cluster_setup."""
     interface: str | None = None
@@ -100,8 +103,12 @@ class Node:
 
     @property
     def gres(self) -> str:
-        """``gpu:a100:2,gpu:titan:1``, or ``gpu:4`` without a type; empty for a node without GPUs."""
-        return ",".join(":".join(["gpu", *([m.type] if m.type else []), str(m.count)]) for m in self.gpus)
+        return gres_text(self.gpus)
+
+
+def gres_text(gpus: tuple[GpuModel, ...]) -> str:
+    """``gpu:a100:2,gpu:titan:1`` in Slurm's words, ``gpu:4`` without a type; empty without GPUs."""
+    return ",".join(":".join(["gpu", *([m.type] if m.type else []), str(m.count)]) for m in gpus)
 
 
 def _host_names(value: Any) -> tuple[str, ...]:
@@ -123,7 +130,7 @@ class NodeEntry(Schema):
     interface: InterfaceName | None = None
     partition: Word | None = None
     constraint: Constraint | None = None
-    env: dict[EnvName, OneLine] = {}
+    env: dict[EnvName, PlainText] = {}
     ssh: Ssh = Ssh()
     sockets: PositiveNumber | None = None
     cores_per_socket: PositiveNumber | None = None

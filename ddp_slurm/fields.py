@@ -44,6 +44,16 @@ def one_line(value: Any) -> str:
     return value
 
 
+def plain_text(value: Any) -> str:
+    """One line in which nothing asks for a command's output: it would stay literal, or run on the wrong machine."""
+    text = one_line(value)
+    if "$(" in text or "`" in text:
+        raise ValueError(
+            f"{text!r} has a command substitution in it; it is not run here: write its result, or use setup"
+        )
+    return text
+
+
 def whole_number(value: Any) -> int:
     """An int >= 0 written in plain digits; ``int()`` would take 1_0, +4 and other alphabets' digits too."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
@@ -60,6 +70,14 @@ def positive_number(value: Any) -> int:
     return number
 
 
+def seconds(value: Any) -> float:
+    """A time >= 0, such as 0.004 or 4e-3."""
+    if isinstance(value, str) and re.fullmatch(r"[0-9]*\.?[0-9]+([eE]-?[0-9]{1,2})?", value):
+        return float(value)
+    raise ValueError(f"{_short(value)} is not a number of seconds >= 0, such as 0.004")
+
+
+MEMORY_FORM = "a whole number with K, M, G or T, such as 64G"
 _MEMORY_MB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
 
 
@@ -71,9 +89,7 @@ def memory_mb(value: Any) -> int:
     megabytes = int(int(match[1]) * _MEMORY_MB[match[2].upper()]) if match else 0
     if megabytes < 1:
         hint = f": Slurm reads it as MiB; write {value}M or {value}G" if str(value).isdigit() and value != "0" else ""
-        raise ValueError(
-            f"{_short(value)} is not a memory size{hint or '; a whole number with K, M, G or T is, such as 64G'}"
-        )
+        raise ValueError(f"{_short(value)} is not a memory size{hint or f'; write {MEMORY_FORM}'}")
     return megabytes
 
 
@@ -84,8 +100,10 @@ def memory_text(megabytes: int) -> str:
 
 WholeNumber = Annotated[int, BeforeValidator(whole_number)]
 PositiveNumber = Annotated[int, BeforeValidator(positive_number)]
+Seconds = Annotated[float, BeforeValidator(seconds)]
 MemoryMb = Annotated[int, BeforeValidator(memory_mb)]
 OneLine = Annotated[str, BeforeValidator(one_line)]
+PlainText = Annotated[str, BeforeValidator(plain_text)]
 
 Word = Annotated[
     str,

@@ -1,0 +1,47 @@
+"""Submits a rendered script through the sbatch of this machine."""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+
+from ..errors import DdpSlurmError
+
+KEPT_VARIABLES = ("SLURM_CONF",)
+
+
+class SubmitError(DdpSlurmError):
+    """Slurm did not take the job."""
+
+
+def clean_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what a surrounding Slurm job left in it.
+
+    sbatch reads SLURM_* and SBATCH_* as options: submitted from inside a job, the outer one's sizes and gres would
+    override the script's ("Invalid generic resource").
+    """
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in KEPT_VARIABLES or not re.match(r"(SLURM|SBATCH|SRUN|SALLOC)_", name)
+    }
+
+
+def is_available() -> bool:
+    return shutil.which("sbatch") is not None
+
+
+def submit(script: str) -> str:
+    """Give the script to sbatch. Returns the job id; raises SubmitError with sbatch's own words."""
+    if not is_available():
+        raise SubmitError("no sbatch on PATH: is this a login node of the cluster? Without Slurm use --backend local")
+    result = subprocess.run(
+        ["sbatch", "--parsable"], input=script, capture_output=True, text=True, env=clean_environ(os.environ)
+    )
+    job_id = result.stdout.strip().partition(";")[0]  # "48;cluster" where there are several clusters
+    if result.returncode or not job_id.isdigit():
+        raise SubmitError(
+            f"sbatch refused the job: {result.stderr.strip() or result.stdout.strip() or 'no reason given'}"
+        )
+    return job_id

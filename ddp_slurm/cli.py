@@ -1,0 +1,43 @@
+"""``ddp-slurm``: all commands in one."""
+
+from typing import Annotated
+
+import typer
+
+from . import __version__, console
+from .job import Request, plan_request
+from .submit import submit, takes_job_options
+
+
+@takes_job_options
+def plan(request: Request) -> None:
+    """Show who would run where: the table of nodes, ranks and shares. Submits nothing."""
+    from .show import plan_table
+
+    print(plan_table(plan_request(request, local=True)), end="")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"ddp-slurm {__version__}")
+        raise typer.Exit
+
+
+def make_app() -> typer.Typer:
+    app = console.make_app("Train one PyTorch model on all the GPUs you own, however uneven.")
+
+    @app.callback()
+    def _root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False) -> None:
+        pass
+
+    for command in (submit, plan):
+        app.command(context_settings={"allow_interspersed_args": False})(command)
+    return app
+
+
+def main() -> None:
+    console.run(make_app())
+
+
+if __name__ == "__main__":
+    main()

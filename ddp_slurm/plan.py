@@ -1,0 +1,246 @@
+"""Who runs where: the nodes grouped into components of one shape, a rank for each GPU, shares of the global batch.
+
+Pure: takes a Cluster and JobOptions, returns a Plan, runs and reads nothing but the file of speeds it is given.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+
+from pydantic import RootModel
+
+from .balance import equal_shares, split_batch
+from .cluster import Cluster, GpuModel, Node, gres_text
+from .errors import DdpSlurmError, did_you_mean
+from .fields import GpuType, HostName, PositiveNumber, Schema, Seconds
+from .hostlist import compress_hostlist, compress_tasks_per_node
+from .options import JobOptions
+from .yaml_file import load_yaml, validate
+
+
+class PlanError(DdpSlurmError):
+    """What was asked for does not fit the cluster."""
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """Nodes of one shape: one component of a heterogeneous job, one segment of its srun."""
+
+    nodes: tuple[str, ...]
+    """In the order in which Slurm hands out ranks within a component: by name, numbers as numbers."""
+    gpus: tuple[GpuModel, ...]
+    """Those that the job uses on each node."""
+    cpus_per_task: int
+    memory_mb: int | None
+    """Memory on each node, MiB."""
+    partition: str | None
+    constraint: str | None
+    interface: str | None
+    env: tuple[tuple[str, str], ...]
+
+    @property
+    def tasks_per_node(self) -> int:
+        return sum(model.count for model in self.gpus)
+
+    @property
+    def tasks(self) -> int:
+        return self.tasks_per_node * len(self.nodes)
+
+    @property
+    def gres(self) -> str:
+        return gres_text(self.gpus)
+
+    @property
+    def nodelist(self) -> str:
+        return compress_hostlist(self.nodes)
+
+    @property
+    def task_env(self) -> dict[str, str]:
+        """Variables of this component's ranks. NCCL's leading = asks for exactly this interface, not for a prefix."""
+        interface = {"NCCL_SOCKET_IFNAME": f"={self.interface}", "GLOO_SOCKET_IFNAME": self.interface or ""}
+        return {**(interface if self.interface else {}), **dict(self.env)}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRank:
+    """One process of the job."""
+
+    rank: int
+    component: int
+    node: str
+    node_rank: int
+    local_rank: int
+    gpu_type: str | None
+    share: int | None
+    """Samples of each global batch; None where that is decided at run time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A job on a cluster, decided down to the rank."""
+
+    cluster_name: str
+    components: tuple[Component, ...]
+    options: JobOptions
+    shares: tuple[int, ...] | None
+    """Samples of the global batch for each rank."""
+
+    @property
+    def name(self) -> str:
+        return self.options.name or self.cluster_name
+
+    @property
+    def world_size(self) -> int:
+        return sum(component.tasks for component in self.components)
+
+    @property
+    def node_count(self) -> int:
+        return sum(len(component.nodes) for component in self.components)
+
+    @property
+    def tasks_per_node(self) -> str:
+        """Tasks on each node in the order of node ranks, ``1,2(x3)``."""
+        return compress_tasks_per_node(c.tasks_per_node for c in self.components for _ in c.nodes)
+
+    @property
+    def first_nodes(self) -> tuple[int, ...]:
+        """The node rank of each component's first node."""
+        return (0, *accumulate(len(component.nodes) for component in self.components))[:-1]
+
+    def with_output(self, path: str) -> "Plan":
+        return replace(self, options=self.options.model_copy(update={"output": path}))
+
+    def ranks(self) -> Iterator[PlannedRank]:
+        """Every rank, in order."""
+        rank = 0
+        for index, component in enumerate(self.components):
+            types = [model.type for model in component.gpus for _ in range(model.count)]
+            for i, node in enumerate(component.nodes):
+                for local_rank, gpu_type in enumerate(types):
+                    share = self.shares[rank] if self.shares else None
+                    yield PlannedRank(rank, index, node, self.first_nodes[index] + i, local_rank, gpu_type, share)
+                    rank += 1
+
+    def step_env(self) -> dict[str, str]:
+        """What every rank is told of the plan, to check the world that it meets against."""
+        options = self.options
+        env = {"DDP_SLURM_WORLD_SIZE": str(self.world_size), "DDP_SLURM_TASKS_PER_NODE": self.tasks_per_node}
+        if options.global_batch_size is not None:
+            env["DDP_SLURM_GLOBAL_BATCH_SIZE"] = str(options.global_batch_size)
+        if self.shares is not None:
+            env["DDP_SLURM_SHARES"] = compress_tasks_per_node(self.shares)
+        env["DDP_SLURM_BALANCE"] = options.balance if options.balance in ("equal", "measured") else "planned"
+        return env
+
+
+def make_plan(cluster: Cluster, options: JobOptions) -> Plan:
+    """Decide who runs where.
+
+    Components come in the order of their first node in the file (or in ``options.nodes``), so the first node with
+    GPUs is the host of rank 0. Raises PlanError where the options ask for nodes or GPUs that are not there.
+    """
+    groups: dict[Component, list[str]] = {}
+    for node, gpus in _chosen_gpus(cluster, options):
+        groups.setdefault(_shape(node, gpus, options), []).append(node.name)
+    components = tuple(replace(shape, nodes=tuple(sorted(names, key=_natural))) for shape, names in groups.items())
+    plan = Plan(cluster.name, components, options, None)
+    return replace(plan, shares=_shares(plan, options))
+
+
+def _chosen_gpus(cluster: Cluster, options: JobOptions) -> Iterator[tuple[Node, tuple[GpuModel, ...]]]:
+    """The nodes to use, each with the GPUs to use on it."""
+    nodes = cluster.nodes
+    if options.nodes is not None:
+        by_name = {node.name: node for node in cluster.nodes}
+        for name in options.nodes:
+            if name not in by_name:
+                raise PlanError(
+                    f"--nodes: {name!r} is not a node of cluster {cluster.name!r}{did_you_mean(name, list(by_name))}"
+                )
+        nodes = tuple(by_name[name] for name in dict.fromkeys(options.nodes))
+    available = sum(node.gpu_count for node in nodes)
+    wanted = options.gpus or available
+    if wanted > available or not available:
+        raise PlanError(f"--gpus: {wanted} asked for, but {_described(nodes)} have {available}")
+    for node in nodes:
+        if not wanted:
+            break
+        if node.gpu_count:
+            used = _first_gpus(node.gpus, wanted)
+            wanted -= sum(model.count for model in used)
+            yield node, used
+
+
+def _described(nodes: tuple[Node, ...]) -> str:
+    names = ", ".join(node.name for node in nodes[:5])
+    return f"the nodes {names}" + (f" and {len(nodes) - 5} more" if len(nodes) > 5 else "")
+
+
+def _first_gpus(models: tuple[GpuModel, ...], count: int) -> tuple[GpuModel, ...]:
+    used = []
+    for model in models:
+        take = min(model.count, count)
+        if take:
+            used.append(GpuModel(type=model.type, count=take))
+        count -= take
+    return tuple(used)
+
+
+def _shape(node: Node, gpus: tuple[GpuModel, ...], options: JobOptions) -> Component:
+    count = sum(model.count for model in gpus)
+    memory_mb = options.memory or (node.memory_mb and node.memory_mb * count // node.gpu_count)
+    return Component(
+        nodes=(),
+        gpus=gpus,
+        # srun gives each rank one core where nothing is said, and since 22.05 does not inherit it from the job
+        cpus_per_task=options.cpus_per_task or max(1, (node.cpus or 1) // node.gpu_count),
+        memory_mb=memory_mb,
+        partition=options.partition or node.partition,
+        constraint=node.constraint,
+        interface=node.interface,
+        env=node.env,
+    )
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    return [
+        (not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"([0-9]+)", name) if part
+    ]
+
+
+class Speed(Schema):
+    """Seconds of one optimizer step on a GPU that gets n samples: ``alpha + beta * n``."""
+
+    alpha: Seconds = 0.0
+    beta: Seconds
+    max_batch: PositiveNumber | None = None
+
+
+class Speeds(RootModel[dict[GpuType | HostName, Speed]]):
+    """The file of ``--balance FILE``: GPU types or node names, a node's own entry before its type's."""
+
+
+def _shares(plan: Plan, options: JobOptions) -> tuple[int, ...] | None:
+    batch = options.global_batch_size
+    if batch is None or options.balance == "measured":
+        return None
+    if options.balance == "equal":
+        return tuple(equal_shares(batch, plan.world_size))
+    path = Path(options.balance).expanduser()
+    speeds = validate(Speeds, load_yaml(path, PlanError), PlanError).root
+    per_rank = []
+    for rank in plan.ranks():
+        speed = speeds.get(rank.node) or speeds.get(rank.gpu_type or "")
+        if speed is None:
+            raise PlanError(
+                f"{path}: neither node {rank.node!r} nor its GPU type {rank.gpu_type!r} is in the file; give one"
+            )
+        per_rank.append(speed)
+    limits = [batch if speed.max_batch is None else speed.max_batch for speed in per_rank]
+    if sum(limits) < batch:
+        raise PlanError(
+            f"{path}: the max_batch of all ranks add up to {sum(limits)}, less than the global batch of {batch}"
+        )
+    return tuple(split_batch(batch, [(speed.alpha, speed.beta) for speed in per_rank], limits))

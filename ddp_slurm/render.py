@@ -1,0 +1,41 @@
+"""A plan as the text of a job. Pure: the same plan gives the same bytes."""
+
+from .errors import DdpSlurmError
+from .plan import Plan
+from .templating import render_template
+
+MAX_COMPONENTS = 128
+"""MAX_HET_JOB_COMPS in Slurm's source. sbatch 22.05 accepts more and leaves the job pending for ever."""
+
+
+class RenderError(DdpSlurmError):
+    """A plan that Slurm cannot run as one job."""
+
+
+def render_sbatch(plan: Plan) -> str:
+    """The sbatch script of a plan: a heterogeneous job, or a plain one where all nodes have one shape.
+
+    Raises RenderError for what Slurm would refuse, or misread without a word.
+    """
+    components = plan.components
+    if len(components) > MAX_COMPONENTS:
+        raise RenderError(
+            f"the plan has {len(components)} components, Slurm takes {MAX_COMPONENTS} at most; nodes of one shape share a "
+            "component (gpus, cpus, memory, partition, constraint, interface, env): give such nodes the same values"
+        )
+    without_memory = [c.nodelist for c in components if c.memory_mb is None]
+    if without_memory and len(without_memory) < len(components):
+        raise RenderError(
+            f"memory is given for some nodes but not for {', '.join(without_memory)}: sbatch would give these the "
+            "first component's; set it for all nodes of cluster.yaml, or --memory for all"
+        )
+    for item in plan.options.sbatch:
+        if item.component is not None and item.component >= len(components):
+            raise RenderError(
+                f"--sbatch {item.component}:{item.key}: there are only components 0 to {len(components) - 1}"
+            )
+    if not plan.options.command:
+        raise RenderError("no command: put what every rank runs after --, as in: -- python train.py")
+    if ":" in plan.options.command:
+        raise RenderError("the command has the word ':', which srun takes for the next component; write it another way")
+    return render_template("job.sbatch.j2", plan=plan, options=plan.options)
