@@ -5,7 +5,9 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Machines to a running Slurm: probe, configs, install.")
+from ..console import make_app
+
+app = make_app("Machines to a running Slurm: probe, configs, install.")
 
 
 @app.command()

@@ -1,8 +1,7 @@
 """cluster.yaml -> slurm.conf, gres.conf, cgroup.conf and slurmdbd.conf for one Slurm release. Pure."""
 
-import os
+import math
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -11,15 +10,24 @@ from typing import Any
 
 from ..cluster import Cluster, GpuModel, Node
 from ..errors import DdpSlurmError
+from ..files import write_whole
 from ..hostlist import compress_hostlist
 from ..templating import render_template
 from .slurm_releases import DEFAULT_RELEASE, known_options, slurm_release
 
-MEMORY_PERCENT = 95
-"""Of a node's memory is given to jobs: the rest is the system's, and a node that shrinks a little stays up."""
+PROBED_MEMORY_PERCENT = 95
+"""Of the memory that a machine has is given to jobs. The rest is the system's, and a new kernel may take some more."""
 
 FIRST_RENDER_MINOR = 128
 """DRM numbers its render nodes from here (include/drm/drm_file.h of the kernel): AMD's cards, never NVIDIA's."""
+
+
+def schedulable_memory_mb(probed_mb: int) -> int:
+    """What cluster.yaml says of a machine on which ``probed_mb`` MiB were found.
+
+    It becomes RealMemory, and a job may ask for all of it: slurmd drains a node that has less than RealMemory.
+    """
+    return probed_mb * PROBED_MEMORY_PERCENT // 100
 
 
 class ConfigsError(DdpSlurmError):
@@ -49,9 +57,6 @@ class LabSettings:
     gpu_device_prefix: str = "/dev/nvidia"
     """The device files are PREFIX0, PREFIX1, ...; all hosts of the lab share them."""
     scheduler_parameters: tuple[str, ...] = ("bf_interval=1", "sched_interval=2")
-    default_cpus: int = 8
-    """Of nodes for which cluster.yaml gives none."""
-    default_memory_mb: int = 16384
 
 
 USERS_MACHINES = LabSettings(
@@ -80,7 +85,7 @@ def render_configs(
     """
     release = slurm_release(slurm_version)
     settings = lab or USERS_MACHINES
-    _check(cluster, lab, health_check)
+    _check(cluster, health_check)
     nodes = _node_lines(cluster, settings)
     controller = settings.controller or cluster.controller_name
     addresses = {node.name: node.address for node in cluster.nodes} | dict(settings.addresses)
@@ -91,7 +96,7 @@ def render_configs(
         "cluster_name": cluster.name.lower(),
         "controller": controller,
         "controller_address": settings.controller_address or addresses.get(controller),
-        "memory_percent": MEMORY_PERCENT,
+        "memory_percent": PROBED_MEMORY_PERCENT,
         "scheduler_parameters": ("bf_hetjob_immediate", "whole_hetjob", *settings.scheduler_parameters),
         "def_mem_per_cpu": min(node["real_memory_mb"] // node["cpus"] for node in nodes) or 1,
         "nodes": nodes,
@@ -108,11 +113,13 @@ def render_configs(
     return {name: render_template(f"{name}.j2", **values) for name in names}
 
 
-def _check(cluster: Cluster, lab: LabSettings | None, health_check: str | None) -> None:
+def _check(cluster: Cluster, health_check: str | None) -> None:
     faults = []
     for node in cluster.nodes:
-        missing = [key for key, value in (("cpus", node.cpus), ("memory", node.memory_mb)) if value is None]
-        if missing and lab is None and not (missing == ["cpus"] and _topology(node)):
+        missing = [
+            key for key, there in (("cpus", node.cpus or _topology(node)), ("memory", node.memory_mb)) if not there
+        ]
+        if missing:
             faults.append(f"node {node.name!r} has no {' and no '.join(missing)}; 'ddp-slurm cluster probe' finds them")
         topology = _topology(node)
         if topology and node.cpus not in (None, topology[0] * topology[1], topology[0] * topology[1] * topology[2]):
@@ -147,7 +154,7 @@ def _node_lines(cluster: Cluster, settings: LabSettings) -> list[dict[str, Any]]
 
     def line_of(node: Node) -> dict[str, Any]:
         topology = _topology(node)
-        cpus = node.cpus or (topology[0] * topology[1] * topology[2] if topology else settings.default_cpus)
+        cpus = node.cpus or math.prod(topology or ())
         processors = f"CPUs={cpus}"
         if topology:
             processors += f" Sockets={topology[0]} CoresPerSocket={topology[1]} ThreadsPerCore={topology[2]}"
@@ -155,7 +162,7 @@ def _node_lines(cluster: Cluster, settings: LabSettings) -> list[dict[str, Any]]
             "address": settings.addresses.get(node.name) or node.address,
             "cpus": cpus,
             "processors": processors,
-            "real_memory_mb": max(1, (node.memory_mb or settings.default_memory_mb) * MEMORY_PERCENT // 100),
+            "real_memory_mb": node.memory_mb,
             "gres": node.gres,
             "features": _features(node),
             "weight": weights[node.name],
@@ -216,27 +223,17 @@ def _minors(models: Sequence[GpuModel]) -> list[tuple[int, ...]]:
 
 
 def _device_files(minors: Sequence[int], prefix: str) -> str:
-    prefix = "/dev/dri/renderD" if minors[0] >= FIRST_RENDER_MINOR else prefix
+    if minors[0] >= FIRST_RENDER_MINOR and prefix == USERS_MACHINES.gpu_device_prefix:
+        prefix = "/dev/dri/renderD"
     return compress_hostlist(f"{prefix}{minor}" for minor in minors)
 
 
 def write_configs(files: Mapping[str, str], folder: Path) -> list[Path]:
-    """Write each file whole or not at all; slurmdbd.conf for its owner only. Raises ConfigsError."""
-    paths = []
+    """Write each file whole or not at all; slurmdbd.conf for its owner only. Raises DdpSlurmError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            path = folder / name
-            handle, draft = tempfile.mkstemp(dir=folder, prefix=f".{name}.")  # mode 0600
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    file.write(text)
-                os.chmod(draft, 0o600 if name == "slurmdbd.conf" else 0o644)
-                os.replace(draft, path)
-            except OSError:
-                os.unlink(draft)
-                raise
-            paths.append(path)
     except OSError as fault:
-        raise ConfigsError(f"{fault.filename or folder}: cannot be written: {fault.strerror}") from None
-    return paths
+        raise ConfigsError(f"{folder}: cannot be made: {fault.strerror}") from None
+    for name, text in files.items():
+        write_whole(folder / name, text, 0o600 if name == "slurmdbd.conf" else 0o644)
+    return [folder / name for name in files]

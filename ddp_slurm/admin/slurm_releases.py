@@ -21,7 +21,8 @@ INTRODUCED = {
         PropagateResourceLimitsExcept ReturnToService SchedulerParameters SchedulerType SelectType
         SelectTypeParameters SlurmUser SlurmctldHost SlurmctldLogFile SlurmctldParameters
         SlurmctldParameters=enable_configless SlurmctldPidFile SlurmctldPort SlurmdLogFile SlurmdParameters
-        SlurmdPidFile SlurmdPort SlurmdSpoolDir SrunPortRange StateSaveLocation TaskPlugin UnkillableStepTimeout
+        SlurmdPidFile SlurmdPort SlurmdSpoolDir SlurmdTimeout SrunPortRange StateSaveLocation TaskPlugin
+        UnkillableStepTimeout
         CgroupAutomount CgroupReleaseAgentDir ConstrainCores ConstrainDevices ConstrainRAMSpace TaskAffinity
         DbdHost DbdPort LogFile PidFile PurgeJobAfter PurgeStepAfter
         StorageHost StorageLoc StorageType StorageUser SelectType=select/cons_res
