@@ -54,6 +54,15 @@ def plain_text(value: Any) -> str:
     return text
 
 
+def env_name(value: Any) -> str:
+    """A variable's name that is not the launcher's business."""
+    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
+        raise ValueError(f"{_short(value)} is not a variable's name; letters, digits and _ are accepted")
+    if value in ("CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        raise ValueError(f"{value!r} differs from rank to rank; the launcher sets it")
+    return value
+
+
 def whole_number(value: Any) -> int:
     """An int >= 0 written in plain digits; ``int()`` would take 1_0, +4 and other alphabets' digits too."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
@@ -130,7 +139,7 @@ InterfaceName = Annotated[
 Constraint = Annotated[
     str, _matching(r"[A-Za-z0-9_.+&|,!*()\[\]-]+", "a constraint in Slurm's words, such as volta&nvlink")
 ]
-EnvName = Annotated[str, _matching(r"[A-Za-z_][A-Za-z0-9_]*", "a variable's name; letters, digits and _ are accepted")]
+EnvName = Annotated[str, BeforeValidator(env_name)]
 UserName = Annotated[str, _matching(r"[A-Za-z_][A-Za-z0-9_.-]*", "a user's name")]
 TimeLimit = Annotated[
     str,

@@ -42,7 +42,7 @@ def takes_job_options(function: Callable[..., None]) -> Callable[..., None]:
         for name in JobOptions.model_fields
         if name != "command"
     ]
-    words = Annotated[list[str] | None, typer.Argument(help="what every rank runs, after --", metavar="-- COMMAND ...")]
+    words = Annotated[list[str] | None, typer.Argument(help="what every rank runs, after --", metavar="-- COMMAND")]
     command = inspect.Parameter("command", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=words)
 
     def wrapper(cluster: Path | None, job: Path | None, command: list[str] | None, **values: Any) -> None:

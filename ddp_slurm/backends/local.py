@@ -154,35 +154,33 @@ def run(plan: Plan) -> int:
 
 async def _run_all(command: list[str], processes: list[Process]) -> int:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    status = 0
+    interrupts: list[int] = []
 
     def interrupted(number: int) -> None:
-        nonlocal status
-        status = status or 128 + number
+        interrupts.append(number)
         stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupted, number)
     children: list[asyncio.subprocess.Process] = []
-    watchers: set[asyncio.Task[int]] = set()
+    watchers: list[asyncio.Task[int]] = []
+    stopped = asyncio.create_task(stop.wait())
     try:
         for process in processes:
             child = await _start(command, process)
             children.append(child)
-            watchers.add(asyncio.create_task(_watch(child, process)))
-        stopped = asyncio.create_task(stop.wait())
-        pending = set(watchers)
-        while pending and not status:
-            done, _ = await asyncio.wait({*pending, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            pending -= done
-            for watcher in done & watchers:
-                status = status or watcher.result()
-        stopped.cancel()
+            watchers.append(asyncio.create_task(_watch(child, process, stop)))
+        # gather ends when all ranks have, stop when one has failed
+        await asyncio.wait([asyncio.gather(*watchers), stopped], return_when=asyncio.FIRST_COMPLETED)
     finally:
-        await _stop(children)
-        if watchers:
-            await asyncio.wait(watchers)
-    return status
+        failed = [watcher.result() for watcher in watchers if watcher.done() and watcher.result()]
+        running = [child for child in children if child.returncode is None]
+        if running:
+            print(f"stopping the other {len(running)} ranks", file=sys.stderr, flush=True)
+        await _stop(running)
+        await asyncio.gather(*watchers)
+        stopped.cancel()
+    return 128 + interrupts[0] if interrupts else failed[0] if failed else 0
 
 
 async def _start(command: list[str], process: Process) -> asyncio.subprocess.Process:
@@ -205,7 +203,7 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-async def _watch(child: asyncio.subprocess.Process, process: Process) -> int:
+async def _watch(child: asyncio.subprocess.Process, process: Process, stop: asyncio.Event) -> int:
     assert child.stdout is not None
     assert child.stderr is not None
     label = process.label.encode()
@@ -214,7 +212,8 @@ async def _watch(child: asyncio.subprocess.Process, process: Process) -> int:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)  # what the rank left behind would hold the pipes open
     await pumps
-    if returncode:
+    if returncode and not stop.is_set():  # the others end because we stop them
+        stop.set()
         ending = f"was killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exited with {returncode}"
         print(f"{process.label}rank {process.rank.rank} on {process.rank.node} {ending}", file=sys.stderr, flush=True)
     return 128 - returncode if returncode < 0 else returncode
