@@ -1,68 +1,51 @@
-"""The configuration of a lab's Slurm."""
+"""The configuration of a lab's Slurm: the one that users' machines get, in the lab's folders."""
 
+import os
+import re
+import stat
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ..admin.configs import LabSettings, render_configs, write_configs
 from ..cluster import Cluster, Node
+from ..hostlist import expand_hostlist
 
 if TYPE_CHECKING:
     from .lab import Lab
 
-
-def with_defaults(node: Node) -> Node:
-    """A description without CPUs or memory is enough for a lab: 4 CPUs and 16 GiB a GPU."""
-    share = max(1, node.gpu_count)
-    return replace(node, cpus=node.cpus or 4 * share, memory_mb=node.memory_mb or 16384 * share)
+CPUS_PER_GPU, MEMORY_MB_PER_GPU = 8, 16384
+NULL_DEVICE = os.makedev(1, 3)
 
 
-def write_configuration(lab: "Lab", cluster: Cluster, version: str) -> None:
-    release = tuple(int(part) for part in version.split(".")[:2])
-    nodes = [with_defaults(node) for node in cluster.nodes]
-    types = sorted({g.split(":")[0] for node in nodes for g in node.gres.split(",") if g})
-    lines = [
-        f"ClusterName={cluster.name}",
-        f"SlurmctldHost={lab.controller}({lab.controller_address})",
-        f"AuthInfo=socket={lab.folder}/munge/socket,cred_expire=10",
-        "SlurmUser=root",
-        "SlurmctldPort=6817",
-        "SlurmdPort=6818",
-        f"StateSaveLocation={lab.folder}/state",
-        f"SlurmdSpoolDir={lab.folder}/spool/%n",
-        f"SlurmctldPidFile={lab.folder}/slurmctld.pid",
-        f"SlurmdPidFile={lab.folder}/spool/%n.pid",
-        f"SlurmctldLogFile={lab.folder}/log/slurmctld.log",
-        f"SlurmdLogFile={lab.folder}/log/slurmd.%n.log",
-        "SlurmdParameters=config_overrides",
-        "ProctrackType=proctrack/linuxproc",
-        "TaskPlugin=task/none",
-        "JobAcctGatherType=jobacct_gather/none",
-        "MpiDefault=none",
-        "ReturnToService=2",
-        "SlurmdTimeout=20",
-        "KillWait=5",
-        "SchedulerType=sched/backfill",
-        "SchedulerParameters=bf_interval=1,sched_interval=2,bf_hetjob_immediate,whole_hetjob",
-        "SelectType=select/cons_tres",
-        "SelectTypeParameters=CR_Core_Memory",
-        f"GresTypes={','.join(types)}",
-    ]
-    gres = []
-    for node, host in zip(nodes, lab.nodes, strict=True):
-        lines.append(
-            f"NodeName={node.name} NodeAddr={host.address} CPUs={node.cpus} RealMemory={node.memory_mb} "
-            + (f"Gres={node.gres} " if node.gres else "")
-            + "State=UNKNOWN"
-        )
-        first = 0
-        for model in node.gpus:
-            last = first + model.count - 1
-            files = f"nvidia[{first}-{last}]" if model.count > 1 else f"nvidia{first}"
-            kind = f"Type={model.type} " if model.type else ""
-            gres.append(f"NodeName={node.name} Name=gpu {kind}File={lab.folder}/dev/{node.name}/{files}")
-            first = last + 1
-    lines.append(f"PartitionName=all Nodes={','.join(n.name for n in nodes)} Default=YES MaxTime=INFINITE State=UP")
-    (lab.folder / "conf/slurm.conf").write_text("\n".join(lines) + "\n")
-    (lab.folder / "conf/gres.conf").write_text("\n".join(gres) + "\n")
-    if release >= (21, 8):
-        plugin = "disabled" if release >= (24, 5) else "cgroup/v1"
-        (lab.folder / "conf/cgroup.conf").write_text(f"CgroupPlugin={plugin}\n")
+def write_configuration(lab: "Lab", cluster: Cluster, slurm_version: str) -> None:
+    """Write slurm.conf and its companions, and make the device files that they name."""
+    settings = LabSettings(
+        state_dir=str(lab.folder / "state"),
+        spool_dir=str(lab.folder / "spool" / "%n"),
+        log_dir=str(lab.folder / "log"),
+        run_dir=str(lab.folder / "state"),
+        munge_socket=str(lab.folder / "munge" / "socket"),
+        controller=lab.controller,
+        controller_address=lab.controller_address,
+        addresses={node.name: node.address for node in lab.nodes},
+        gpu_device_prefix=str(lab.folder / "dev" / "nvidia"),
+    )
+    described = replace(cluster, nodes=tuple(_with_defaults(node) for node in cluster.nodes))
+    files = render_configs(described, slurm_version=slurm_version, lab=settings)
+    write_configs(files, lab.slurm_conf.parent)
+    _make_gpu_devices(files["gres.conf"])
+
+
+def _with_defaults(node: Node) -> Node:
+    """A description without CPUs or memory is enough here; every GPU gets some of both."""
+    gpus = max(1, node.gpu_count)
+    cpus = node.cpus if node.cpus or node.cores_per_socket else CPUS_PER_GPU * gpus
+    return replace(node, cpus=cpus, memory_mb=node.memory_mb or MEMORY_MB_PER_GPU * gpus)
+
+
+def _make_gpu_devices(gres_conf: str) -> None:
+    """Slurm wants character devices, which it does not open: these are twins of /dev/null."""
+    for files in re.findall(r"\bFile=(\S+)", gres_conf):
+        for path in expand_hostlist(files):
+            if not os.path.exists(path):
+                os.mknod(path, stat.S_IFCHR | 0o666, NULL_DEVICE)

@@ -3,7 +3,6 @@
 import os
 import re
 import secrets
-import stat
 import subprocess
 import time
 from collections.abc import Callable
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
 START_SECONDS = 60.0
 POLL_SECONDS = 0.05
-NULL_DEVICE = os.makedev(1, 3)
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -28,13 +26,6 @@ def slurm_version(lab: "Lab") -> str:
     if not match:
         raise LabError(f"slurmd -V says {text.strip()!r}, no release such as 22.05.8")
     return match[0]
-
-
-def make_gpu_devices(folder: Path, count: int) -> None:
-    """Device files for gres.conf. Slurm wants character devices and opens none of them: these are /dev/null's twins."""
-    folder.mkdir()
-    for minor in range(count):
-        os.mknod(folder / f"nvidia{minor}", stat.S_IFCHR | 0o666, NULL_DEVICE)
 
 
 def start_munged(lab: "Lab") -> None:

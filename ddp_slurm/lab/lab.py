@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -112,9 +112,8 @@ class Lab:
         (self.folder / "etc/hosts").write_text(self._hosts())
         (self.folder / "etc/nsswitch.conf").write_text(_NSSWITCH)
         network.make_switch(self._switch, self.network)
-        for node, described in zip(self.nodes, cluster.nodes, strict=True):
+        for node in self.nodes:
             network.make_node(node.netns, self._switch, node.index, node.address)
-            daemons.make_gpu_devices(self.folder / "dev" / node.name, described.gpu_count)
         write_configuration(self, cluster, daemons.slurm_version(self))
         daemons.start_munged(self)
         daemons.start_slurmctld(self)
@@ -287,6 +286,3 @@ def remove(name: str) -> None:
         shutil.rmtree(folder, ignore_errors=False) if folder.exists() else None
         if LABS_FOLDER.exists() and not any(LABS_FOLDER.iterdir()):
             LABS_FOLDER.rmdir()
-
-
-__all__ = ["LABS_FOLDER", "Lab", "LabNode", "all_labs", "remove", "replace"]
