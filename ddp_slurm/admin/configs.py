@@ -51,7 +51,6 @@ class LabSettings:
     slurm_user: str = "root"
     slurmctld_port: int = 6817
     slurmd_port: int = 6818
-    srun_port_range: str = "60001-63000"
     addresses: Mapping[str, str] = field(default_factory=dict)
     """Node name -> address."""
     gpu_device_prefix: str = "/dev/nvidia"
@@ -106,7 +105,7 @@ def render_configs(
         "health_check": health_check,
         **{name: getattr(settings, name) for name in (
             "state_dir", "spool_dir", "log_dir", "run_dir", "munge_socket", "slurm_user",
-            "slurmctld_port", "slurmd_port", "srun_port_range",
+            "slurmctld_port", "slurmd_port",
         )},
     }  # fmt: skip
     names = ["slurm.conf", "gres.conf", "cgroup.conf", *(["slurmdbd.conf"] if slurmdbd else [])]
