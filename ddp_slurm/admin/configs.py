@@ -83,6 +83,7 @@ def render_configs(
     Raises ConfigsError for nodes that cannot be written, SlurmReleaseError for a release that is not known.
     """
     release = slurm_release(slurm_version)
+    known = known_options(release)
     settings = lab or USERS_MACHINES
     _check(cluster, health_check)
     nodes = _node_lines(cluster, settings)
@@ -90,13 +91,18 @@ def render_configs(
     addresses = {node.name: node.address for node in cluster.nodes} | dict(settings.addresses)
     values = {
         "release": release,
-        "known": known_options(release),
+        "known": known,
         "lab": lab is not None,
         "cluster_name": cluster.name.lower(),
         "controller": controller,
         "controller_address": settings.controller_address or addresses.get(controller),
         "memory_percent": PROBED_MEMORY_PERCENT,
         "scheduler_parameters": ("bf_hetjob_immediate", "whole_hetjob", *settings.scheduler_parameters),
+        "slurmctld_parameters": [
+            parameter
+            for parameter, wanted in (("enable_configless", lab is None), ("node_reg_mem_percent=95", True))
+            if wanted and f"SlurmctldParameters={parameter.partition('=')[0]}" in known
+        ],
         "def_mem_per_cpu": min(node["real_memory_mb"] // node["cpus"] for node in nodes) or 1,
         "nodes": nodes,
         "partitions": _partitions(cluster.nodes),

@@ -17,7 +17,7 @@ INTRODUCED = {
     "20.11": """
         AccountingStorageHost AccountingStorageTRES AccountingStorageType AuthInfo AuthType ClusterName
         DefMemPerCPU GresTypes HealthCheckInterval HealthCheckNodeState HealthCheckProgram JobAcctGatherType
-        JobCompLoc JobCompType MpiDefault NodeName PartitionName PluginDir ProctrackType
+        JobCompLoc JobCompType MailProg MpiDefault NodeName PartitionName PluginDir ProctrackType
         PropagateResourceLimitsExcept ReturnToService SchedulerParameters SchedulerType SelectType
         SelectTypeParameters SlurmUser SlurmctldHost SlurmctldLogFile SlurmctldParameters
         SlurmctldParameters=enable_configless SlurmctldPidFile SlurmctldPort SlurmdLogFile SlurmdParameters
