@@ -38,3 +38,28 @@ def configs(
         return
     for path in write_configs(files, output):
         typer.echo(str(path))
+
+
+@app.command()
+def probe(
+    hosts: Annotated[
+        list[str] | None,
+        typer.Argument(help="HOST, gpu[01-04], USER@HOST or NAME=ADDRESS; without any, the nodes of --cluster."),
+    ] = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(help="A cluster.yaml to bring up to date; without it and hosts, this machine."),
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option(help="Where to write; - for stdout.  [default: the --cluster file, else cluster.yaml]")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Write over the file without asking.")] = False,
+) -> None:
+    """Look at machines over ssh, before Slurm is there, and write their cluster.yaml.
+
+    A file that is there already is read first: the nodes in it that are not asked stay, and so does what no probe can
+    know. The difference is shown before anything is written over.
+    """
+    from .probe import probe as look
+
+    look(hosts or [], cluster, output, yes=yes)

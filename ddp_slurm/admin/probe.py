@@ -1,0 +1,291 @@
+"""cluster.yaml from the machines themselves: what each node told (facts), written with comments."""
+
+import re
+import socket
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from difflib import unified_diff
+from itertools import groupby
+from pathlib import Path
+
+import typer
+
+from ..cluster import Cluster, ClusterError, GpuModel, Node, Ssh
+from ..console import say
+from ..errors import DdpSlurmError
+from ..fields import memory_text
+from ..files import write_whole
+from ..hostlist import expand_hostlist
+from .configs import FIRST_RENDER_MINOR, PROBED_MEMORY_PERCENT, schedulable_memory_mb
+from .facts import Facts, gather
+from .gpus import Gpu, gres_types
+from .remote import RemoteError, Runner, on_all, run
+
+
+class ProbeError(DdpSlurmError):
+    """The hosts that were named cannot be asked, or their cluster.yaml cannot be written."""
+
+
+def nodes_of_arguments(arguments: Sequence[str], known: Cluster | None) -> list[Node]:
+    """The nodes to ask: ``HOST``, ``gpu[01-04]``, ``USER@HOST`` or ``NAME=ADDRESS``.
+
+    Where cluster.yaml knows a host, its address and ssh settings hold.
+
+    Raises ProbeError for a word that is none of these.
+    """
+    by_name = {node.name: node for node in known.nodes} if known else {}
+    nodes: dict[str, Node] = {}
+    for argument in arguments:
+        match = re.fullmatch(
+            r"(?:(?P<user>[A-Za-z_][A-Za-z0-9_.-]*)@)?(?P<hosts>[A-Za-z0-9:][A-Za-z0-9_.:,\[\]-]*)"
+            r"(?:=(?P<address>[A-Za-z0-9:][A-Za-z0-9_.:%-]*))?",
+            argument,
+        )
+        if not match:
+            raise ProbeError(f"{argument!r} is not a host: gpu1, gpu[01-04], user@gpu1 and gpu1=192.168.8.151 are")
+        names = [match["hosts"]] if ":" in match["hosts"] else expand_hostlist(match["hosts"])
+        if match["address"] and len(names) > 1:
+            raise ProbeError(f"{argument!r} gives one address to {len(names)} hosts; give each its own")
+        for name in names:
+            node = by_name.get(name, Node(name))
+            if match["address"]:
+                node = replace(node, address=match["address"])
+            if match["user"]:
+                node = replace(node, ssh=Ssh(user=match["user"], port=node.ssh.port, identity=node.ssh.identity))
+            nodes[name] = node
+    return list(nodes.values())
+
+
+def probed_node(asked: Node, facts: Facts, types: Mapping[str, str], others: Iterable[str]) -> Node:
+    """What a node told, laid over what cluster.yaml says of it and no probe can know (partition, constraint, env).
+
+    ``types`` is the gres type of each card name, ``others`` the addresses of the other nodes.
+    """
+    topology = facts.topology
+    address = _address(asked, facts)
+    return replace(
+        asked,
+        address=address,
+        interface=_interface(facts, address, others) or asked.interface,
+        gpus=gpu_models(facts.gpus, types),
+        cpus=facts.cpus,
+        memory_mb=facts.memory_mb and schedulable_memory_mb(facts.memory_mb),
+        sockets=topology.sockets if topology else None,
+        cores_per_socket=topology.cores_per_socket if topology else None,
+        threads_per_core=topology.threads_per_core if topology else None,
+        features=_features(asked, facts.gpus),
+        os=facts.first("os"),
+    )
+
+
+def _address(asked: Node, facts: Facts) -> str | None:
+    if asked.address:
+        return asked.address
+    if re.fullmatch(r"[0-9.]+|[0-9a-fA-F:]+:[0-9a-fA-F:.]*", asked.name):
+        return asked.name  # asked by its address: the name comes from the machine
+    reached = facts.first("reached_at")
+    return reached if reached and not reached.startswith("127.") and reached != "::1" else None
+
+
+def _interface(facts: Facts, address: str | None, others: Iterable[str]) -> str | None:
+    """The one that leads to the other nodes; else the one that bears the node's own address."""
+    towards = [facts.interface_towards(other) for other in others]
+    ways = [name for name in towards if name and name != "lo"]
+    return max(ways, key=ways.count) if ways else facts.addresses.get(address or "")
+
+
+def gpu_models(gpus: Sequence[Gpu], types: Mapping[str, str]) -> tuple[GpuModel, ...]:
+    """Cards of one model together; device numbers only where they are not 0, 1, 2, ... in that order."""
+    groups = [
+        (name, list(cards)) for name, cards in groupby(sorted(gpus, key=_model_order(gpus)), key=lambda g: g.name)
+    ]
+    numbers = [
+        [card.minor if card.minor is not None else _default_minor(card) for card in cards] for _, cards in groups
+    ]
+    plain = [n for group in numbers for n in group] == list(range(len(gpus)))
+    return tuple(
+        GpuModel(type=types[name], count=len(cards), minors=None if plain else tuple(minors))
+        for (name, cards), minors in zip(groups, numbers, strict=True)
+    )
+
+
+def _model_order(gpus: Sequence[Gpu]) -> Callable[[Gpu], int]:
+    names = list(dict.fromkeys(gpu.name for gpu in gpus))
+    return lambda gpu: names.index(gpu.name)
+
+
+def _default_minor(card: Gpu) -> int:
+    return card.index + (FIRST_RENDER_MINOR if card.vendor == "amd" else 0)
+
+
+def _features(asked: Node, gpus: Sequence[Gpu]) -> tuple[str, ...]:
+    """Compute capability and memory of the smallest card as words that a job can ask for, after the file's own."""
+    own = [word for word in asked.features if not re.fullmatch(r"cc\d+|gfx\w+|vram\d+gb", word)]
+    found = [
+        gpu.compute_capability if gpu.vendor == "amd" else f"cc{gpu.compute_capability.replace('.', '')}"
+        for gpu in gpus
+        if gpu.compute_capability
+    ]
+    memory = min((gpu.memory_mib for gpu in gpus if gpu.memory_mib), default=0)
+    # 81559 MiB is sold as 80 GB, 24564 MiB as 24 GB
+    size = [f"vram{round(memory / 1024)}gb"] if memory else []
+    return tuple(dict.fromkeys([*own, *found, *size]))
+
+
+def probed_cluster(known: Cluster | None, asked: Sequence[Node], told: Mapping[str, Facts]) -> Cluster:
+    """The whole cluster: nodes of the file that were not asked stay as they are, new ones follow.
+
+    A new node gets the name that it calls itself: slurmd looks for that one. ``told`` is by the names that were asked.
+    """
+    types = gres_types(gpu.name for facts in told.values() for gpu in facts.gpus)
+    old = {node.name: node for node in known.nodes} if known else {}
+    found: dict[str, Node] = {}
+    for node in asked:
+        if node.name in told:
+            others = [other.address or told[other.name].first("reached_at") or "" for other in asked
+                      if other.name != node.name and other.name in told]  # fmt: skip
+            seen = probed_node(node, told[node.name], types, others)
+            found[node.name] = seen if node.name in old else replace(seen, name=told[node.name].host or node.name)
+    nodes = {**old, **found}
+    names = [node.name for node in nodes.values()]
+    if twice := sorted({n for n in names if names.count(n) > 1}):
+        raise ProbeError(f"two hosts call themselves {twice[0]!r}; give each machine a name of its own (hostnamectl)")
+    return Cluster(known.name if known else "cluster", tuple(nodes.values()), known.controller if known else None)
+
+
+def cluster_yaml(cluster: Cluster, told: Mapping[str, Facts]) -> str:
+    """The text of cluster.yaml; comments hold what Slurm does not ask for: cards, driver, link speed.
+
+    ``told`` is by the nodes' names.
+    """
+    lines = [
+        "# Written by: ddp-slurm cluster probe",
+        "# Change what you like; a later probe keeps address, partition, constraint, env and ssh.",
+        f"name: {_scalar(cluster.name)}",
+    ]
+    if cluster.controller:
+        lines.append(f"controller: {_scalar(cluster.controller)}")
+    lines.append("nodes:")
+    for node in cluster.nodes:
+        lines += _node_lines(node, told.get(node.name))
+    return "\n".join(lines) + "\n"
+
+
+def _node_lines(node: Node, facts: Facts | None) -> list[str]:
+    speed = facts.link_speed_mbit(node.interface) if facts and node.interface else None
+    entries: list[tuple[str, str | None, str]] = [
+        ("name", _scalar(node.name), f"kernel {facts.first('kernel')}" if facts else "not asked this time"),
+        ("os", node.os and _scalar(node.os), facts.first("libc") or "" if facts else ""),
+        ("address", node.address and _scalar(node.address), ""),
+        ("interface", node.interface and _scalar(node.interface), f"{speed} Mbit/s" if speed else ""),
+        ("gpus", _gpus_text(node.gpus), _gpus_comment(facts)),
+        ("cpus", _text(node.cpus), "hardware threads"),
+        ("sockets", _text(node.sockets), ""),
+        ("cores_per_socket", _text(node.cores_per_socket), ""),
+        ("threads_per_core", _text(node.threads_per_core), ""),
+        ("memory", memory_text(node.memory_mb) if node.memory_mb else None, _memory_comment(facts)),
+        ("features", f"[{', '.join(map(_scalar, node.features))}]" if node.features else None, ""),
+        ("partition", node.partition and _scalar(node.partition), ""),
+        ("constraint", node.constraint and _scalar(node.constraint), ""),
+        ("env", _mapping_text(dict(node.env)), ""),
+        ("ssh", _mapping_text(node.ssh.model_dump(exclude_none=True)), ""),
+    ]  # fmt: skip
+    lines = [f"    {key}: {value}" + (f"  # {comment}" if comment else "") for key, value, comment in entries if value]
+    return ["  - " + lines[0].lstrip(), *lines[1:]]
+
+
+def _gpus_text(models: Sequence[GpuModel]) -> str:
+    def one(model: GpuModel) -> str:
+        parts = [f"type: {_scalar(model.type)}"] if model.type else []
+        parts.append(f"count: {model.count}")
+        if model.minors is not None:
+            parts.append(f"minors: [{', '.join(map(str, model.minors))}]")
+        return "{" + ", ".join(parts) + "}"
+
+    texts = [one(model) for model in models]
+    return "0" if not texts else texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]"
+
+
+def _gpus_comment(facts: Facts | None) -> str:
+    if facts is None or not facts.gpus:
+        return ""
+    cards = dict.fromkeys(f"{g.name} {g.memory_mib} MiB" for g in facts.gpus)
+    drivers = dict.fromkeys(g.driver for g in facts.gpus if g.driver)
+    return f"{', '.join(cards)}{'; driver ' + ', '.join(drivers) if drivers else ''}"
+
+
+def _memory_comment(facts: Facts | None) -> str:
+    return f"{PROBED_MEMORY_PERCENT} % of {facts.memory_mb} MiB" if facts and facts.memory_mb else ""
+
+
+def _mapping_text(values: Mapping[str, object]) -> str | None:
+    return "{" + ", ".join(f"{key}: {_scalar(str(value))}" for key, value in values.items()) + "}" if values else None
+
+
+def _text(number: int | None) -> str | None:
+    return str(number) if number else None
+
+
+def _scalar(value: str) -> str:
+    """A YAML scalar that reads back as this text: plain where it is a plain word, else in double quotes."""
+    if re.fullmatch(r"[A-Za-z0-9_/.][A-Za-z0-9_/.@+-]*", value):
+        return value
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def difference(old: str, new: str, path: Path) -> str:
+    """A unified diff of two versions of a file; empty where they are equal."""
+    return "".join(
+        unified_diff(old.splitlines(keepends=True), new.splitlines(keepends=True), f"{path} (now)", f"{path} (probed)")
+    )
+
+
+def probe(hosts: Sequence[str], file: Path | None, output: str | None, *, yes: bool, runner: Runner = run) -> None:
+    """The command ``ddp-slurm cluster probe``: ask, compare, write.
+
+    Raises ProbeError when no node answered, or when a file would be written over and nobody can be asked.
+    """
+    path = Path(output or file or "cluster.yaml")
+    base = file or (path if output != "-" and path.exists() else None)
+    known = Cluster.load(base) if base else None
+    asked = nodes_of_arguments(hosts, known) or list(known.nodes if known else (Node(socket.gethostname()),))
+    told: dict[str, Facts] = {}
+    for name, answer in on_all(asked, lambda node: gather(node, runner=runner)).items():
+        if isinstance(answer, RemoteError):
+            say(f"warning: {answer}")
+        else:
+            told[name] = answer
+    if not told:
+        raise ProbeError("no node answered; nothing was written")
+    cluster = probed_cluster(known, asked, told)
+    text = cluster_yaml(cluster, by_final_name(known, told))
+    if output == "-":
+        print(text, end="")
+        return
+    _write(path, text, yes=yes)
+    try:
+        Cluster.load(path)
+    except ClusterError as fault:
+        say(f"warning: the file needs your hand: {fault}")
+
+
+def by_final_name(known: Cluster | None, told: Mapping[str, Facts]) -> dict[str, Facts]:
+    """The facts under the names of cluster.yaml: those of the file, else what the machine calls itself."""
+    old = {node.name for node in known.nodes} if known else set()
+    return {name if name in old else facts.host or name: facts for name, facts in told.items()}
+
+
+def _write(path: Path, text: str, *, yes: bool) -> None:
+    old = path.read_text(encoding="utf-8") if path.exists() else None
+    if old == text:
+        say(f"{path}: nothing changed")
+        return
+    if old is not None:
+        print(difference(old, text, path), end="")
+        if not yes and not sys.stdin.isatty():
+            raise ProbeError(f"{path}: is there already and differs as shown; --yes writes over it")
+        if not yes and not typer.confirm(f"Write over {path}?", err=True):
+            raise ProbeError(f"{path}: left as it was")
+    write_whole(path, text)
+    say(f"{path}: written")

@@ -1,0 +1,262 @@
+"""What machines tell of themselves, from recorded outputs of their tools, and the cluster.yaml made of it."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from ddp_slurm.admin import probe as probing
+from ddp_slurm.admin.facts import Block, Facts, Topology, gather, parse_facts
+from ddp_slurm.admin.gpus import gres_types, parse_gpus
+from ddp_slurm.admin.probe import ProbeError, cluster_yaml, nodes_of_arguments, probed_cluster
+from ddp_slurm.admin.remote import RemoteError, Result
+from ddp_slurm.cluster import Cluster, GpuModel, Node, Ssh
+
+# Two kinds of card; the order of nvidia-smi (by bus) is not that of the device files.
+NVIDIA_SMI = """\
+0, 00000000:17:00.0, 81920, 550.54.15, NVIDIA A100-SXM4-80GB
+1, 00000000:65:00.0, 24564, 550.54.15, NVIDIA GeForce RTX 3090
+2, 00000000:CA:00.0, 81920, 550.54.15, NVIDIA A100-SXM4-80GB"""
+CAPABILITY = "0, 8.0\n1, 8.6\n2, 8.0"
+INFORMATION = "Model: \t\t {}\nIRQ:   \t\t 33\nBus Location: \t 0000:{}:00.0\nDevice Minor: \t {}\nGPU Excluded:\t No"
+AMD_SMI = """[{"gpu": 0, "asic": {"market_name": "AMD Instinct MI210", "target_graphics_version": "gfx90a"},
+ "bus": {"bdf": "0000:43:00.0"}, "vram": {"type": "HBM2E", "size": {"value": 65520, "unit": "MB"}},
+ "driver": {"name": "amdgpu", "version": "6.7.0"}}]"""
+ROCM_SMI = """WARNING: AMD GPU device(s) is/are in a low-power state.
+{"card0": {"VRAM Total Memory (B)": "21458059264", "PCI Bus": "0000:03:00.0", "Card Series": "Radeon RX 7900 XT",
+ "Card Model": "0x744c", "GFX Version": "gfx1100"}, "system": {"Driver version": "6.8.5"}}"""
+ROUTES = """Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\tMTU\tWindow\tIRTT
+wlp2s0\t00000000\t0101A8C0\t0003\t0\t0\t600\t00000000\t0\t0\t0
+eno1\t0008A8C0\t00000000\t0001\t0\t0\t100\t00FFFFFF\t0\t0\t0
+wlp2s0\t0001A8C0\t00000000\t0001\t0\t0\t600\t00FFFFFF\t0\t0\t0
+ib0\t0008A8C0\t00000000\t0000\t0\t0\t100\tFFFFFFFF\t0\t0\t0"""
+
+
+def recorded(host: str, *, gpus: str = "", cpus: int = 4, **values: str) -> Facts:
+    lines = {"hostname": (host,), "kernel": ("5.15.0-91",), "os": ("ubuntu-22.04",), "memory_kib": ("33554432",)}
+    lines |= {"cpu": tuple(f"0 {n // 2}" for n in range(cpus)), "interface": ("eno1 up 1000", "lo unknown -1")}
+    lines |= {key: (value,) for key, value in values.items()}
+    blocks = {"routes": (Block(0, ROUTES),)}
+    if gpus:
+        blocks |= {"nvidia-smi": (Block(0, gpus),), "nvidia-smi.capability": (Block(0, CAPABILITY),)}
+    return Facts(lines, blocks)
+
+
+def test_nvidia_cards_have_their_device_files_numbers() -> None:
+    information = [(0, INFORMATION.format("A100", "17", 1)), (0, INFORMATION.format("3090", "65", 0)),
+                   (0, INFORMATION.format("A100", "ca", 2))]  # fmt: skip
+    outputs = {
+        "nvidia-smi": [(0, NVIDIA_SMI)],
+        "nvidia-smi.capability": [(0, CAPABILITY)],
+        "nvidia.information": information,
+    }
+    cards = parse_gpus(outputs)
+    assert [(c.minor, c.memory_mib, c.compute_capability, c.driver) for c in cards] == [
+        (1, 81920, "8.0", "550.54.15"), (0, 24564, "8.6", "550.54.15"), (2, 81920, "8.0", "550.54.15"),
+    ]  # fmt: skip
+    models = probing.gpu_models(cards, gres_types(card.name for card in cards))
+    assert models == (
+        GpuModel(type="a100", count=2, minors=(1, 2)),
+        GpuModel(type="rtx_3090", count=1, minors=(0,)),
+    )
+
+
+def test_a_driver_too_old_for_a_field_and_a_failing_one() -> None:
+    refused = (2, 'Field "compute_cap" is not a valid field to query.')
+    old = {"nvidia-smi": [(0, "0, 00000000:01:00.0, 12212, 470.223.02, NVIDIA TITAN X (Pascal)")]}
+    (card,) = parse_gpus({**old, "nvidia-smi.capability": [refused]})
+    assert (card.compute_capability, card.memory_mib) == ("", 12212)
+    assert probing.gpu_models([card], {card.name: "titan_x"}) == (GpuModel(type="titan_x", count=1),)
+    shared = {"nvidia-smi": [(0, "0, 0000000F:01:00.0, [N/A], 580.95.05, NVIDIA GB10")]}
+    assert parse_gpus(shared)[0].memory_mib == 0
+    mismatch = "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 550.54"
+    assert parse_gpus({"nvidia-smi": [(18, mismatch)]}) == ()
+
+
+@pytest.mark.parametrize(
+    ("tool", "text", "found"),
+    [
+        ("amd-smi", AMD_SMI, ("AMD Instinct MI210", 65520, "gfx90a", "6.7.0", "0000:43:00.0")),
+        ("amd-smi", '{"gpu_data": ' + AMD_SMI + "}", ("AMD Instinct MI210", 65520, "gfx90a", "6.7.0", "0000:43:00.0")),
+        ("rocm-smi", ROCM_SMI, ("Radeon RX 7900 XT", 20464, "gfx1100", "6.8.5", "0000:03:00.0")),
+    ],
+)
+def test_amd_cards(tool: str, text: str, found: tuple[str, int, str, str, str]) -> None:
+    (card,) = parse_gpus({tool: [(0, text)]})
+    assert (card.name, card.memory_mib, card.compute_capability, card.driver, card.bus_id) == found
+    assert probing.gpu_models([card], {card.name: "x"})[0].minors == (128,)  # /dev/dri/renderD128
+
+
+def test_types_are_short_and_never_shared_by_two_models() -> None:
+    names = {
+        "NVIDIA A100-SXM4-80GB": "a100", "NVIDIA GeForce RTX 3090": "rtx_3090", "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA RTX 6000 Ada Generation": "rtx_6000_ada", "Quadro P4000": "p4000", "NVIDIA TITAN X (Pascal)": "titan_x",
+        "Arcturus GL-XL [AMD Instinct MI100]": "mi100", "NVIDIA GeForce GTX 1080 Ti": "gtx_1080_ti",
+    }  # fmt: skip
+    assert gres_types(names) == names
+    two = gres_types(["NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "Tesla V100-PCIE-16GB"])
+    assert list(two.values()) == ["nvidia_a100-sxm4-40gb", "nvidia_a100-sxm4-80gb", "v100"]
+
+
+@pytest.mark.parametrize(
+    ("cpus", "topology"),
+    [
+        (["0 0", "0 1"], Topology(1, 2, 1)),
+        (["0 0", "0 0", "1 0", "1 0"], Topology(2, 1, 2)),
+        (["0 0", "0 0", "0 1", "0 1", "1 0", "1 0", "1 1", "1 1"], Topology(2, 2, 2)),
+        (["0 0", "0 0", "0 1"], None),  # performance and efficiency cores
+        ([], None),
+    ],
+)
+def test_topology_counts_sockets_cores_and_threads(cpus: list[str], topology: Topology | None) -> None:
+    assert Facts({"cpu": tuple(cpus)}).topology == topology
+
+
+def test_the_interface_is_the_longest_route_that_is_up() -> None:
+    facts = recorded("alpha")
+    assert facts.interface_towards("192.168.8.152") == "eno1"
+    assert facts.interface_towards("192.168.1.7") == "wlp2s0"
+    assert facts.interface_towards("8.8.8.8") == "wlp2s0"
+    assert facts.interface_towards("fd00::1") is None
+    assert Facts().interface_towards("192.168.1.7") is None
+
+
+def test_a_banner_is_passed_over_and_a_cut_answer_refused() -> None:
+    banner = "Welcome!\nfact hostname liar\n"
+    whole = banner + "facts begin\nfact hostname alpha.example\nblock x 3\n|a\n|fact b c\nfacts end\nbye\n"
+    facts = parse_facts(whole)
+    assert facts.host == "alpha"
+    assert facts.block("x") == Block(3, "a\nfact b c")
+    for cut in ("", "Welcome!\n", whole[: whole.index("facts end")]):
+        with pytest.raises(RemoteError, match="not complete"):
+            parse_facts(cut)
+
+
+def stub(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(stat.S_IRWXU)
+
+
+def test_the_script_itself_finds_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(
+        tmp_path / "bin", "nvidia-smi", f"case $1 in *driver_version*) cat <<'E'\n{NVIDIA_SMI}\nE\n;; *) exit 2 ;; esac"
+    )
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("SSH_CONNECTION", "198.18.0.1 5000 198.18.0.2 22")
+    facts = gather(Node("here", address="127.0.0.1"))
+    assert facts.host == os.uname().nodename.split(".")[0]
+    assert facts.memory_mb == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
+    assert facts.cpus == os.cpu_count()
+    assert [gpu.name for gpu in facts.gpus] == [line.split(", ")[-1] for line in NVIDIA_SMI.splitlines()]
+    assert facts.first("reached_at") == "198.18.0.2"
+    assert abs(facts.clock_offset_seconds or 9) <= facts.clock_error_seconds + 0.1
+    assert "slurmd.version" not in facts.blocks  # only the doctor asks
+
+
+def runner_of(told: dict[str, str]):
+    def runner(node: Node, argv: object, *, input: bytes | None = None, timeout_seconds: float = 0) -> Result:
+        if node.name not in told:
+            raise RemoteError(f"{node.name}: cannot be reached")
+        return Result(0, f"facts begin\n{told[node.name]}\nfacts end\n", "")
+
+    return runner
+
+
+ALPHA = (
+    "fact hostname alpha\nfact os ubuntu-22.04\nfact memory_kib 33554432\nfact cpu 0 0\nfact cpu 0 1\n"
+    "fact reached_at 192.168.8.151\nblock nvidia-smi 0\n|0, 00000000:01:00.0, 24564, 535.1, NVIDIA GeForce RTX 3090"
+)  # fmt: skip
+
+
+def test_probing_twice_changes_nothing_and_a_difference_is_shown_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115
+    probing.probe(["root@alpha", "beta"], None, str(path), yes=False, runner=runner_of({"alpha": ALPHA}))
+    assert "beta: cannot be reached" in capsys.readouterr().err
+    (node,) = Cluster.load(path).nodes
+    assert (node.name, node.address, node.memory_mb, node.cpus, node.os) == (
+        "alpha", "192.168.8.151", 32768 * 95 // 100, 2, "ubuntu-22.04"
+    )  # fmt: skip
+    assert (node.gres, node.ssh.user, node.features) == ("gpu:rtx_3090:1", "root", ("vram24gb",))
+    first = path.read_text()
+    probing.probe([], path, None, yes=False, runner=runner_of({"alpha": ALPHA}))
+    assert path.read_text() == first
+    more = {"alpha": ALPHA.replace("33554432", "16777216")}
+    with pytest.raises(ProbeError, match="--yes"):
+        probing.probe([], path, None, yes=False, runner=runner_of(more))
+    shown = capsys.readouterr().out
+    assert "-    memory: 31129M" in shown
+    assert "+    memory: 15564M" in shown
+    assert path.read_text() == first
+    probing.probe([], path, None, yes=True, runner=runner_of(more))
+    assert Cluster.load(path).nodes[0].memory_mb == 15564
+    with pytest.raises(ProbeError, match="no node answered"):
+        probing.probe([], path, None, yes=True, runner=runner_of({}))
+
+
+def test_what_no_probe_can_know_is_kept(tmp_path: Path) -> None:
+    kept = Node("beta", gpus=(GpuModel(count=1),), cpus=2, memory_mb=1000, partition="old", ssh=Ssh(port=2222))
+    hostile = 'a "b" \\ $HOME # x: {y}'
+    known = Cluster(
+        "lab",
+        (
+            Node("alpha", partition="big", constraint="volta&nvlink", env=(("A", hostile),), features=("mine", "cc70")),
+            kept,
+        ),
+        controller="beta",
+    )
+    told = {"alpha": recorded("renamed", gpus=NVIDIA_SMI, reached_at="192.168.8.151")}
+    asked = nodes_of_arguments(["alpha"], known)
+    cluster = probed_cluster(known, asked, told)
+    path = tmp_path / "cluster.yaml"
+    path.write_text(cluster_yaml(cluster, told))
+    assert Cluster.load(path) == cluster
+    alpha, beta = cluster.nodes
+    assert beta == kept
+    assert (alpha.name, alpha.partition, alpha.constraint, alpha.env) == (
+        "alpha",
+        "big",
+        "volta&nvlink",
+        (("A", hostile),),
+    )
+    assert alpha.features == ("mine", "cc80", "cc86", "vram24gb")
+    assert cluster.controller == "beta"
+
+
+def test_the_interface_written_leads_to_the_other_nodes() -> None:
+    told = {"a": recorded("a", reached_at="192.168.1.5"), "b": recorded("b", reached_at="192.168.8.9")}
+    asked = nodes_of_arguments(["a=192.168.1.5", "b=192.168.8.9"], None)
+    cluster = probed_cluster(None, asked, told)
+    assert [node.interface for node in cluster.nodes] == ["eno1", "wlp2s0"]
+    assert "# 1000 Mbit/s" in cluster_yaml(cluster, told)
+
+
+def test_two_machines_of_one_name_are_refused() -> None:
+    told = {"192.0.2.1": recorded("ubuntu"), "192.0.2.2": recorded("ubuntu")}
+    with pytest.raises(ProbeError, match="'ubuntu'; give each machine a name"):
+        probed_cluster(None, nodes_of_arguments(list(told), None), told)
+
+
+@pytest.mark.parametrize(
+    ("argument", "names", "address", "user"),
+    [
+        ("gpu[01-02]", ["gpu01", "gpu02"], None, None),
+        ("ops@gpu1=192.0.2.1", ["gpu1"], "192.0.2.1", "ops"),
+        ("gpu1=fd00::5", ["gpu1"], "fd00::5", None),
+        ("192.0.2.1", ["192.0.2.1"], None, None),
+    ],
+)
+def test_hosts_as_arguments(argument: str, names: list[str], address: str | None, user: str | None) -> None:
+    nodes = nodes_of_arguments([argument], None)
+    assert [node.name for node in nodes] == names
+    assert (nodes[0].address, nodes[0].ssh.user) == (address, user)
+
+
+@pytest.mark.parametrize("argument", ["-oProxyCommand=id", "a b", "gpu[01-02]=192.0.2.1", "a;b", "$(id)", "@a", "a\nb"])
+def test_hostile_arguments_are_refused(argument: str) -> None:
+    with pytest.raises(ProbeError):
+        nodes_of_arguments([argument], None)
