@@ -250,9 +250,10 @@ def check_machine(slurm_root: str | Path | None = None) -> None:
 
 def _command_name(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
+        program = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").partition("\0")[0]
     except OSError:
         return ""
+    return os.path.basename(program)
 
 
 @contextmanager

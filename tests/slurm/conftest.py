@@ -1,0 +1,129 @@
+"""Live Slurm for the tests: labs with names of their own, so that several test runs can go on side by side."""
+
+import itertools
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ddp_slurm.cluster import Cluster
+from ddp_slurm.lab import Lab, LabError
+from ddp_slurm.lab.lab import check_machine
+
+LIVE_CLUSTER = """\
+name: lab
+nodes:
+  - name: gamma
+    gpus: {type: titan, count: 1}
+    cpus: 8
+    memory: 30G
+  - name: beta
+    gpus: {type: v100, count: 2}
+    cpus: 16
+    memory: 120G
+  - name: alpha
+    gpus: {type: a100, count: 4}
+    cpus: 32
+    memory: 240G
+"""
+"""Not in the order of names: rank 0 belongs on gamma, and Slurm's host lists begin with alpha."""
+
+FINAL_STATES = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
+_numbers = itertools.count(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker("slurm")
+
+
+@pytest.fixture(scope="session")
+def needs_lab() -> None:
+    try:
+        check_machine()
+    except LabError as reason:
+        pytest.skip(f"no live Slurm: {reason}")
+
+
+@pytest.fixture
+def new_name() -> str:
+    """A lab's name that no other test run uses."""
+    return f"test-{os.getpid()}-{next(_numbers)}"
+
+
+@pytest.fixture(scope="session")
+def live_lab(needs_lab: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """The lab that all tests share: gamma with 1 GPU, beta with 2, alpha with 4. Leave its nodes alive."""
+    file = tmp_path_factory.mktemp("live_lab") / "cluster.yaml"
+    file.write_text(LIVE_CLUSTER)
+    with Lab.up(Cluster.load(file), f"test-{os.getpid()}") as lab:
+        yield lab
+
+
+@pytest.fixture
+def make_lab(needs_lab: None, tmp_path: Path) -> Iterator[Callable[..., Lab]]:
+    """``make_lab(text_of_cluster_yaml, **arguments_of_Lab_up)``: a lab of the test's own."""
+    labs: list[Lab] = []
+
+    def make(text: str, **kwargs: object) -> Lab:
+        number = next(_numbers)
+        file = tmp_path / f"cluster{number}.yaml"
+        file.write_text(text)
+        labs.append(Lab.up(Cluster.load(file), f"test-{os.getpid()}-{number}", **kwargs))
+        return labs[-1]
+
+    yield make
+    for lab in labs:
+        if lab.folder.exists():
+            lab.down()
+
+
+@pytest.fixture
+def clean_environ() -> dict[str, str]:
+    """This process's environment without what another job or launcher left in it."""
+    launcher = re.compile(r"S(LURM|BATCH|RUN|QUEUE|CONTROL)_|DDP_SLURM_|(LOCAL_|WORLD_|MASTER_|GROUP_|NODE_)?(RANK|SIZE|ADDR|PORT)$")
+    return {name: value for name, value in os.environ.items() if not launcher.match(name)}
+
+
+@dataclass(frozen=True)
+class FinishedJob:
+    """A job that has ended: its id, Slurm's final state such as ``COMPLETED``, and what it wrote."""
+
+    id: int
+    state: str
+    output: str
+
+
+def wait_for_job(lab: Lab, job_id: int) -> str:
+    """Wait for a job's final state; the job's own time limit bounds that."""
+    while True:
+        done = lab.run(["scontrol", "-o", "show", "job", str(job_id)], capture_output=True, text=True, check=True)
+        states = re.findall(r" JobState=(\w+)", done.stdout)
+        if all(state in FINAL_STATES for state in states):
+            return next((state for state in states if state != "COMPLETED"), "COMPLETED")
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def run_job(tmp_path: Path, clean_environ: dict[str, str]) -> Callable[..., FinishedJob]:
+    """``run_job(lab, script_text, *sbatch_options, env={})``: submit from this machine and wait for the end."""
+
+    def run(lab: Lab, script: str, *options: str, env: Mapping[str, str] | None = None) -> FinishedJob:
+        file = tmp_path / "job.sh"
+        file.write_text(script)
+        output = tmp_path / f"job-{next(_numbers)}.out"
+        submitted = lab.run(
+            ["sbatch", "--parsable", f"--output={output}", "--time=3", *options, str(file)],
+            env={**clean_environ, **(env or {})}, stdout=subprocess.PIPE, text=True, check=True, cwd=tmp_path,
+        )  # fmt: skip
+        job_id = int(submitted.stdout)
+        state = wait_for_job(lab, job_id)
+        return FinishedJob(job_id, state, output.read_text() if output.exists() else "")
+
+    return run
