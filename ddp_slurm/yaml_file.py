@@ -14,7 +14,7 @@ import yaml
 
 from .errors import DdpSlurmError, did_you_mean
 
-MAX_VALUES = 2_000_000
+MAX_VALUES = 500_000
 """More values than this (aliases expanded) are an attack or an accident, not a cluster."""
 
 KeyPath = tuple[str | int, ...]

@@ -1,0 +1,142 @@
+"""cluster.yaml: what is read, and what is refused with which words."""
+
+from pathlib import Path
+
+import pytest
+
+from ddp_slurm.cluster import Cluster, ClusterError
+
+
+def load(tmp_path: Path, text: str | bytes) -> Cluster:
+    path = tmp_path / "cluster.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return Cluster.load(path)
+
+
+def faults(tmp_path: Path, text: str | bytes) -> list[str]:
+    with pytest.raises(ClusterError) as caught:
+        load(tmp_path, text)
+    return str(caught.value).replace(str(tmp_path) + "/", "").splitlines()
+
+
+def test_uneven_machines(uneven: Path) -> None:
+    cluster = Cluster.load(uneven)
+    assert cluster.name == "lab"
+    assert [(n.name, n.gres, n.gpu_count, n.cpus, n.memory_mb) for n in cluster.nodes] == [
+        ("gamma", "gpu:titan:1", 1, 8, 30 * 1024),
+        ("beta", "gpu:v100:2", 2, 16, 60 * 1024),
+        ("alpha", "gpu:a100:4", 4, 32, 240 * 1024),
+    ]
+
+
+def test_every_form_of_gpus_and_names(tmp_path: Path) -> None:
+    cluster = load(
+        tmp_path,
+        """
+nodes:
+  - {name: "gpu[08-10]", gpus: 2}
+  - {name: mixed, gpus: [{type: a100, count: 2}, {type: titan}], controller_is_not_here: x}
+""".replace(", controller_is_not_here: x", "")
+        + "  - {name: login, gpus: 0}\n  - {name: minors, gpus: {count: 2, minors: [0, 3]}}\n",
+    )
+    assert [n.name for n in cluster.nodes] == ["gpu08", "gpu09", "gpu10", "mixed", "login", "minors"]
+    assert [n.gres for n in cluster.nodes[2:]] == ["gpu:2", "gpu:a100:2,gpu:titan:1", "", "gpu:2"]
+    assert cluster.nodes[-1].gpus[0].minors == (0, 3)
+
+
+@pytest.mark.parametrize("text", ["0123", "1_000", "no", "yes", "12e3", "null", "0x1f", "1.10", "22-05"])
+def test_unquoted_scalars_keep_their_text(tmp_path: Path, text: str) -> None:
+    cluster = load(
+        tmp_path,
+        f"name: {text}\nnodes:\n  - name: {text if '_' not in text else 'n'}\n    gpus: {{type: {text}, count: 1}}\n"
+        f"    partition: {text}\n    env: {{A: {text}}}\n",
+    )
+    node = cluster.nodes[0]
+    assert (cluster.name, node.gpus[0].type, node.partition, dict(node.env)) == (text, text, text, {"A": text})
+
+
+def test_ssh_of_the_cluster_holds_where_a_node_says_nothing(tmp_path: Path) -> None:
+    cluster = load(
+        tmp_path,
+        "ssh: {user: ann, port: 2222}\nnodes:\n  - {name: a, gpus: 1}\n  - {name: b, gpus: 1, ssh: {port: 22}}\n",
+    )
+    assert [(n.ssh.user, n.ssh.port) for n in cluster.nodes] == [("ann", 2222), ("ann", 22)]
+
+
+NODE = "nodes:\n  - name: a\n    gpus: 1\n"
+
+BAD = {
+    "misspelt key": (NODE + "    cpsu: 8\n", "cluster.yaml:4: nodes[0].cpsu: unknown key; did you mean 'cpus'?"),
+    "misspelt key below": (
+        "nodes:\n  - name: a\n    gpus: {typ: x, count: 1}\n",
+        "cluster.yaml:3: nodes[0].gpus[0].typ: unknown key; did you mean 'type'?",
+    ),
+    "unknown key": ("colour: red\n" + NODE, "cluster.yaml:1: colour: unknown key"),
+    "a node twice": (NODE + "  - {name: a, gpus: 2}\n", "cluster.yaml:4: nodes[1].name: node 'a' is there twice, first on line 2"),
+    "a node twice in a list": (NODE.replace("a\n", '"n[1-3],n2"\n', 1), "node 'n2' is there twice"),
+    "a key twice": (NODE + "    gpus: 2\n", "cluster.yaml:4: nodes[0].gpus: the key stands twice, first on line 3"),
+    "no GPU anywhere": (NODE.replace("1", "0"), "cluster.yaml:1: nodes: no node has a GPU"),
+    "no node": ("nodes: []\n", "cluster.yaml:1: nodes: no node has a GPU"),
+    "no nodes": ("name: x\n", "cluster.yaml:1: nodes: missing"),
+    "type with a space": (
+        "nodes:\n  - name: a\n    gpus: {type: a 100, count: 1}\n",
+        "cluster.yaml:3: nodes[0].gpus[0].type: 'a 100' is not a gres type",
+    ),
+    "type with a command": ('nodes:\n  - {name: a, gpus: {type: "$(id)"}}\n', "'$(id)' is not a gres type"),
+    "type with a newline": ('nodes:\n  - {name: a, gpus: {type: "a\\nb"}}\n', "'a\\nb' is not a gres type"),
+    "name with a newline": ('nodes:\n  - {name: "a\\nb", gpus: 1}\n', "'a\\nb' has a newline"),
+    "name with a command": ('nodes:\n  - {name: "$(id)", gpus: 1}\n', "'$(id)' is not a host name"),
+    "host list": ('nodes:\n  - {name: "a[1-", gpus: 1}\n', "host list 'a[1-' has a bracket that is not closed"),
+    "memory 64Gi": (NODE + "    memory: 64Gi\n", "cluster.yaml:4: nodes[0].memory: '64Gi' is not a memory size"),
+    "memory 2.5G": (NODE + "    memory: 2.5G\n", "'2.5G' is not a memory size"),
+    "memory 64GB": (NODE + "    memory: 64GB\n", "'64GB' is not a memory size"),
+    "memory 64": (NODE + "    memory: 64\n", "'64' is not a memory size: Slurm reads it as MiB; write 64M or 64G"),
+    "memory 0": (NODE + "    memory: 0\n", "'0' is not a memory size"),
+    "cpus in words": (NODE + "    cpus: many\n", "cluster.yaml:4: nodes[0].cpus: 'many' is not a whole number"),
+    "cpus 1_0": (NODE + "    cpus: 1_0\n", "'1_0' is not a whole number"),
+    "minors": ("nodes:\n  - {name: a, gpus: {count: 2, minors: [1, 1]}}\n", "[1, 1] are not 2 different numbers"),
+    "env of a rank": (NODE + "    env: {RANK: 1}\n", "nodes[0].env.RANK: 'RANK' differs from rank to rank"),
+    "env with a newline": (NODE + '    env: {A: "x\\ny"}\n', "nodes[0].env.A: 'x\\ny' has a newline"),
+    "env with a command": (NODE + "    env: {A: $(id)}\n", "nodes[0].env.A: '$(id)' has a command substitution"),
+    "lo among several": (
+        NODE + "    interface: lo\n  - {name: b, gpus: 1}\n",
+        "cluster.yaml:4: nodes[0].interface: 'lo' reaches no other node",
+    ),
+    "controller": ("controller: c\n" + NODE, "cluster.yaml:1: controller: 'c' is not one of the nodes"),
+    "one address for many": ('nodes:\n  - {name: "n[1-2]", gpus: 1, address: 10.0.0.1}\n', "cannot be the address of 2 nodes"),
+    "a list": ("- a\n- b\n", "cluster.yaml: the file is a list; expected keys such as 'name:'"),
+    "empty": ("", "cluster.yaml: the file is empty"),
+    "a word": ("hello\n", "cluster.yaml: the file is one single value"),
+    "binary": (b"\x00\xff\xfe\x80", "cluster.yaml: not a text file"),
+    "control characters": (b"name: \x07\n", "cluster.yaml: not valid YAML"),
+    "not YAML": ("nodes: [\n", "cluster.yaml:2: not valid YAML"),
+    "alias in itself": ("nodes: &a [*a]\n", "an alias that contains itself"),
+    "alias bomb": (
+        "a: &a [x,x,x,x,x,x,x,x,x,x]\n"
+        + "".join(f"{c}: &{c} [{','.join(['*' + p] * 10)}]\n" for p, c in zip("abcdefg", "bcdefgh", strict=True)),
+        "too many values",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_refused(tmp_path: Path, case: str) -> None:
+    text, expected = BAD[case]
+    found = faults(tmp_path, text)
+    assert any(expected in line for line in found), found
+    assert len(found) <= 2, found
+
+
+def test_all_faults_are_reported_at_once_in_the_order_of_lines(tmp_path: Path) -> None:
+    found = faults(tmp_path, "nmae: x\nnodes:\n  - name: a\n    gpus: {type: a b}\n    memory: 1Gi\n    cpus: x\n")
+    assert [line.split(": ")[0:2] for line in found] == [
+        ["cluster.yaml:1", "nmae"],
+        ["cluster.yaml:4", "nodes[0].gpus[0].type"],
+        ["cluster.yaml:5", "nodes[0].memory"],
+        ["cluster.yaml:6", "nodes[0].cpus"],
+    ]
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match=r"nowhere\.yaml: no such file"):
+        Cluster.load(tmp_path / "nowhere.yaml")

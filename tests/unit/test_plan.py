@@ -1,0 +1,120 @@
+"""Who runs where: components, ranks and shares."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_slurm.cluster import Cluster
+from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.options import JobOptions
+from ddp_slurm.plan import Plan, PlanError, make_plan
+
+
+def plan_of(path: Path, **options: Any) -> Plan:
+    return make_plan(Cluster.load(path), JobOptions(**options))
+
+
+def test_ranks_follow_the_order_of_the_file(uneven: Path) -> None:
+    plan = plan_of(uneven, global_batch_size=100)
+    assert [(r.rank, r.component, r.node, r.node_rank, r.local_rank, r.gpu_type, r.share) for r in plan.ranks()] == [
+        (0, 0, "gamma", 0, 0, "titan", 15),
+        (1, 1, "beta", 1, 0, "v100", 15),
+        (2, 1, "beta", 1, 1, "v100", 14),
+        (3, 2, "alpha", 2, 0, "a100", 14),
+        (4, 2, "alpha", 2, 1, "a100", 14),
+        (5, 2, "alpha", 2, 2, "a100", 14),
+        (6, 2, "alpha", 2, 3, "a100", 14),
+    ]
+    assert plan.step_env() == {
+        "DDP_SLURM_WORLD_SIZE": "7",
+        "DDP_SLURM_TASKS_PER_NODE": "1,2,4",
+        "DDP_SLURM_GLOBAL_BATCH_SIZE": "100",
+        "DDP_SLURM_SHARES": "15(x2),14(x5)",
+        "DDP_SLURM_BALANCE": "equal",
+    }
+
+
+def test_nodes_of_one_shape_share_a_component_in_slurms_order(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "nodes:\n  - {name: n10, gpus: 2}\n  - {name: big, gpus: 4}\n  - {name: n9, gpus: 2}\n  - {name: cpu, gpus: 0}\n"
+        "  - {name: n8, gpus: 2, interface: eno1}\n"
+    )
+    components = plan_of(path).components
+    assert [(c.nodes, c.nodelist, c.tasks_per_node) for c in components] == [
+        (("n9", "n10"), "n[9-10]", 2),
+        (("big",), "big", 4),
+        (("n8",), "n8", 2),
+    ]
+    assert components[2].task_env == {"NCCL_SOCKET_IFNAME": "=eno1", "GLOO_SOCKET_IFNAME": "eno1"}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"nodes": "alpha,gamma"}, [("alpha", "gpu:a100:4", "240G"), ("gamma", "gpu:titan:1", "30G")]),
+        ({"gpus": 2}, [("gamma", "gpu:titan:1", "30G"), ("beta", "gpu:v100:1", "30G")]),
+        ({"gpus": 5, "nodes": "alpha,beta"}, [("alpha", "gpu:a100:4", "240G"), ("beta", "gpu:v100:1", "30G")]),
+        ({"memory": "7G", "gpus": 1}, [("gamma", "gpu:titan:1", "7G")]),
+    ],
+)
+def test_a_part_of_the_cluster(uneven: Path, options: dict[str, Any], expected: list[tuple[str, str, str]]) -> None:
+    plan = plan_of(uneven, **options)
+    assert [(c.nodelist, c.gres, f"{(c.memory_mb or 0) // 1024}G") for c in plan.components] == expected
+
+
+def test_cards_of_several_models_in_one_node(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("nodes:\n  - {name: n, gpus: [{type: a100, count: 2}, {type: titan, count: 2}]}\n")
+    assert [c.gres for c in plan_of(path).components] == ["gpu:a100:2,gpu:titan:2"]
+    assert [c.gres for c in plan_of(path, gpus=3).components] == ["gpu:a100:2,gpu:titan:1"]
+    assert [r.gpu_type for r in plan_of(path).ranks()] == ["a100", "a100", "titan", "titan"]
+
+
+def test_cpus_are_shared_out_and_at_least_one(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("nodes:\n  - {name: a, gpus: 4, cpus: 30}\n  - {name: b, gpus: 4, cpus: 2}\n  - {name: c, gpus: 4}\n")
+    assert [c.cpus_per_task for c in plan_of(path).components] == [7, 1]
+    assert [c.cpus_per_task for c in plan_of(path, cpus_per_task=3).components] == [3]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"nodes": "alhpa"}, "--nodes: 'alhpa' is not a node of cluster 'lab'; did you mean 'alpha'?"),
+        ({"gpus": 8}, "--gpus: 8 asked for, but the nodes gamma, beta, alpha have 7"),
+    ],
+)
+def test_what_the_cluster_does_not_have(uneven: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_of(uneven, **options)
+    assert words in str(caught.value)
+
+
+def test_shares_by_a_file_of_speeds(uneven: Path, tmp_path: Path) -> None:
+    speeds = tmp_path / "speeds.yaml"
+    speeds.write_text("titan: {beta: 0.004}\nv100: {beta: 0.002}\na100: {beta: 0.001, max_batch: 20}\nbeta: {beta: 2e-3}\n")
+    plan = plan_of(uneven, global_batch_size=90, balance=str(speeds))
+    assert plan.shares is not None
+    assert sum(plan.shares) == 90
+    seconds = [share * beta for share, beta in zip(plan.shares, [4, 2, 2, 1, 1, 1, 1], strict=True)]
+    assert max(seconds) == 18, "the least that a step can take: 17 would do for 88 samples"
+    assert plan.step_env()["DDP_SLURM_BALANCE"] == "planned"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("titan: {beta: 1}\nv100: {beta: 1}\n", "neither node 'alpha' nor its GPU type 'a100' is in the file"),
+        ("titan: {beta: -1}\n", "'-1' is not a number of seconds"),
+        ("titan: {gamma: 1}\n", "unknown key"),
+        ("titan: {beta: 1, max_batch: 1}\nv100: {beta: 1, max_batch: 1}\na100: {beta: 1, max_batch: 1}\n", "add up to 7"),
+    ],
+)
+def test_speeds_that_cannot_be_used(uneven: Path, tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "speeds.yaml").write_text(text)
+    with pytest.raises(DdpSlurmError) as caught:
+        plan_of(uneven, global_batch_size=90, balance=str(tmp_path / "speeds.yaml"))
+    assert words in str(caught.value)
+    assert "speeds.yaml" in str(caught.value)

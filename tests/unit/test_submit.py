@@ -1,0 +1,154 @@
+"""The command line: what is typed, what is printed where, and the exit status."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import Command, Stub
+
+SBATCH = 'cat > "$RECORD"; env > "$RECORD.env"; echo "${STUB_SAYS-4711}"; exit "${STUB_STATUS:-0}"'
+
+
+def test_the_job_id_alone_is_on_stdout(uneven: Path, submit: Command, stub: Stub, tmp_path: Path) -> None:
+    stub("sbatch", SBATCH)
+    stale = {"SLURM_JOB_ID": "1", "SLURM_GRES": "gpu:x:9", "SBATCH_ACCOUNT": "old", "SLURM_CONF": "/etc/x", "HOME": "/h"}
+    done = submit("--name", "run", "--output", "logs/a b/%x.out", "--", "python", "train.py",
+                  env={"RECORD": str(tmp_path / "script"), **stale})  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "4711\n"), done.stderr
+    assert "the log is logs/a b/run.out" in done.stderr
+    assert (tmp_path / "logs/a b").is_dir()
+    assert '#SBATCH --output="logs/a b/%x.out"' in (tmp_path / "script").read_text()
+    env = (tmp_path / "script.env").read_text()
+    assert "SLURM_CONF=/etc/x" in env
+    assert not any(f"\n{name}=" in env for name in ("SLURM_JOB_ID", "SLURM_GRES", "SBATCH_ACCOUNT"))
+
+
+def test_several_clusters_id_and_a_refusal(uneven: Path, submit: Command, stub: Stub, tmp_path: Path) -> None:
+    stub("sbatch", SBATCH + "\n")
+    record = {"RECORD": str(tmp_path / "script")}
+    assert submit("--", "x", env={**record, "STUB_SAYS": "48;north"}).stdout == "48\n"
+    stub("sbatch", "echo 'sbatch: error: Invalid generic resource (gres) specification' >&2; exit 1")
+    done = submit("--", "x", env=record)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "error: sbatch refused the job: sbatch: error: Invalid generic resource" in done.stderr
+
+
+def test_dry_run_prints_the_script_and_nothing_else(uneven: Path, submit: Command) -> None:
+    done = submit("--backend", "sbatch", "--dry-run", "--output", "new/x.out", "--", "train.py")
+    assert done.returncode == 0
+    assert done.stdout.startswith("#!/bin/bash\n")
+    assert "command=(python3 train.py)" in done.stdout
+    assert not Path(uneven.parent, "new").exists()
+    again = submit("--backend", "sbatch", "--dry-run", "--output", "new/x.out", "--", "train.py")
+    assert again.stdout == done.stdout
+
+
+def test_script_is_written_whole_and_executable(uneven: Path, submit: Command, hostile_folder: Path) -> None:
+    path = hostile_folder / "test.sh"
+    done = submit("--script", str(path), "--", "python", "train.py")
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert os.access(path, os.X_OK)
+    assert [p.name for p in hostile_folder.iterdir()] == ["test.sh"]
+    done = submit("--script", str(hostile_folder / "no" / "test.sh"), "--", "x")
+    assert done.returncode == 2
+    assert "cannot be written: No such file or directory" in done.stderr
+
+
+def test_job_file_is_under_the_command_line(uneven: Path, submit: Command, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(
+        "time: 10:00\ncpus-per-task: 3\nenv: {A: 1, B: 2}\nsetup: module load a\ncommand: python 'my train.py'\n"
+    )
+    done = submit("--job", "job.yaml", "--backend", "sbatch", "--dry-run", "--time", "2-00", "--env", "B=3", "--setup", "b")
+    assert done.returncode == 0, done.stderr
+    for line in ("#SBATCH --time=2-00", "#SBATCH --cpus-per-task=3", "export A=1", "export B=3", "module load a\nb\n",
+                 "command=(python 'my train.py')"):  # fmt: skip
+        assert line in done.stdout
+
+
+def test_home_and_user_in_the_log_path_are_expanded(uneven: Path, submit: Command) -> None:
+    done = submit("--backend", "sbatch", "--dry-run", "--output", "~/$WHO/%x-%j.out", "--", "x", env={"HOME": "/h", "WHO": "me"})
+    assert "#SBATCH --output=/h/me/%x-%j.out\n" in done.stdout
+
+
+def test_the_interpreter_that_was_asked_for(uneven: Path, submit: Command) -> None:
+    done = submit("--backend", "sbatch", "--dry-run", "--python", "/opt/my python", "--", "python", "-m", "x")
+    assert "command=('/opt/my python' -m x)" in done.stdout
+
+
+BAD = {
+    "time": (["--time", "12h"], "--time: '12h' is not a time limit in Slurm's format"),
+    "memory": (["--memory", "2.5G"], "--memory: '2.5G' is not a memory size"),
+    "memory in Gi": (["--memory", "64Gi"], "--memory: '64Gi' is not a memory size"),
+    "newline in a name": (["--name", "a\nb"], "--name: 'a\\nb' has a newline"),
+    "command in a name": (["--name", "$(id)"], "--name: '$(id)' has a command substitution"),
+    "slash in a name": (["--name", "a/b"], "--name: 'a/b' is not a job name"),
+    "command in a path": (["--output", "`id`"], "--output: '`id`' has a command substitution"),
+    "command in an env value": (["--env", "A=$(id)"], "--env.A: '$(id)' has a command substitution"),
+    "newline in an env value": (["--env", "A=x\ny"], "has a newline"),
+    "env of a rank": (["--env", "CUDA_VISIBLE_DEVICES=0"], "--env.CUDA_VISIBLE_DEVICES"),
+    "env without =": (["--env", "A"], "--env: 'A' is not NAME=VALUE"),
+    "unset variable": (["--output", "$NOT_THERE/x"], "the variable $NOT_THERE is not set"),
+    "array": (["--sbatch", "array=1-3"], "'array' cannot be set here: Slurm refuses arrays of heterogeneous jobs"),
+    "own key": (["--sbatch", "gres=gpu:1"], "'gres' cannot be set here"),
+    "sbatch form": (["--sbatch", "a b"], "'a b' is not KEY=VALUE"),
+    "gpus": (["--gpus", "0"], "--gpus: 0 is too few"),
+    "nodes": (["--nodes", "gamma,delta"], "--nodes: 'delta' is not a node"),
+    "two environments": (["--python", "p", "--venv", "v"], "--python and --venv cannot be given together"),
+    "balance without a batch": (["--balance", "speeds.yaml"], "--balance speeds.yaml needs --global-batch-size"),
+    "signal without a time": (["--signal-seconds", "60"], "--signal-seconds needs --time"),
+    "no such option": (["--mem", "3G"], "No such option: --mem"),
+    "no such job file": (["--job", "no.yaml"], "no.yaml: no such file"),
+    "no such cluster file": (["--cluster", "no.yaml"], "no.yaml: no such file"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_a_message_and_status_2(case: str, uneven: Path, submit: Command) -> None:
+    args, words = BAD[case]
+    done = submit("--backend", "sbatch", "--dry-run", *args, "--", "python", "train.py")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_faults_of_the_file_and_of_the_options_come_together(uneven: Path, submit: Command, tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("nodes:\n  - {name: a, gpus: 1, cpsu: 3}\n")
+    (tmp_path / "job.yaml").write_text("tiem: 10\nmemory: 3\n")
+    done = submit("--cluster", "bad.yaml", "--job", "job.yaml", "--time", "12h", "--", "x")
+    assert done.returncode == 2
+    for words in ("bad.yaml:2: nodes[0].cpsu", "job.yaml:1: tiem: unknown key; did you mean 'time'?", "job.yaml:2: memory", "12h"):
+        assert words in done.stderr
+
+
+def test_no_command_and_no_slurm(uneven: Path, submit: Command) -> None:
+    done = submit("--backend", "sbatch", "--dry-run")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no command: put what every rank runs after --" in done.stderr
+    done = submit("--backend", "sbatch", "--", "true")
+    assert done.returncode == 2
+    assert "no sbatch on PATH" in done.stderr
+    done = submit("--gpus", "1", "--", "true")
+    assert done.returncode == 0
+    assert "no sbatch on PATH: the ranks run on this machine" in done.stderr
+
+
+def test_the_submitting_side_never_loads_torch(uneven: Path) -> None:
+    code = (
+        "import json, sys\nsys.argv = ['submit', '--backend', 'sbatch', '--dry-run', '--', 'x']\n"
+        "from ddp_slurm import submit\ntry:\n    submit.main()\nexcept SystemExit: pass\n"
+        "print(json.dumps(sorted(m for m in sys.modules if m in ('torch', 'numpy', 'submitit', 'rich'))), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=uneven.parent, capture_output=True, text=True, check=True)
+    assert json.loads(done.stderr) == []
+
+
+def test_help_names_every_key_of_a_job(submit: Command) -> None:
+    from ddp_slurm.options import JobOptions
+
+    text = submit("--help", env={"COLUMNS": "200"}).stdout
+    for name in JobOptions.model_fields:
+        assert name == "command" or f"--{name.replace('_', '-')} " in text
