@@ -1,0 +1,256 @@
+"""Slurm's configuration from cluster.yaml: read back line by line, for each release."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ddp_slurm.admin.commands import app
+from ddp_slurm.admin.configs import ConfigsError, LabSettings, render_configs, write_configs
+from ddp_slurm.admin.slurm_releases import RELEASES, SlurmReleaseError, known_options, slurm_release
+from ddp_slurm.cluster import Cluster
+from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.hostlist import expand_hostlist
+
+CLUSTER = """\
+name: Lab
+nodes:
+  - {name: gamma, gpus: {type: titan, count: 1}, cpus: 8, memory: 30G, features: [vram12gb]}
+  - {name: beta, gpus: 2, cpus: 16, memory: 60G, address: 192.168.8.151, constraint: volta&nvlink}
+  - name: alpha
+    gpus: [{type: a100, count: 3, minors: [0, 2, 3]}, {type: v100, count: 2}]
+    cpus: 32
+    memory: 240G
+    sockets: 2
+    cores_per_socket: 8
+    threads_per_core: 2
+    partition: big
+    features: [cc80, vram80gb]
+  - {name: "amd[01-02]", gpus: {type: mi210, count: 2, minors: [128, 129]}, cpus: 8, memory: 30G}
+  - {name: login, gpus: 0, cpus: 4, memory: 8000M, partition: all}
+"""
+LAB = LabSettings(
+    state_dir="/lab/state", spool_dir="/lab/spool/%n", log_dir="/lab/log", run_dir="/lab", munge_socket="/lab/munge",
+    controller="controller", controller_address="198.18.0.254", addresses={"beta": "198.18.0.2"},
+    gpu_device_prefix="/lab/dev/nvidia",
+)  # fmt: skip
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[[str], Cluster]:
+    def _load(text: str) -> Cluster:
+        file = tmp_path / "cluster.yaml"
+        file.write_text(text)
+        return Cluster.load(file)
+
+    return _load
+
+
+@pytest.fixture
+def cluster(load: Callable[[str], Cluster]) -> Cluster:
+    return load(CLUSTER)
+
+
+def lines_of(text: str) -> list[dict[str, str]]:
+    """The options of each line that is no comment, as Slurm reads them."""
+    return [
+        dict(word.partition("=")[::2] for word in line.split())
+        for line in text.splitlines()
+        if line and not line.startswith("#")
+    ]
+
+
+def option(text: str, key: str) -> str:
+    (value,) = [line[key] for line in lines_of(text) if key in line]
+    return value
+
+
+def nodes_of(text: str) -> dict[str, dict[str, str]]:
+    return {name: line for line in lines_of(text) if "NodeName" in line for name in expand_hostlist(line["NodeName"])}
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("lab", [None, LAB], ids=["users", "lab"])
+def test_every_line_is_known_to_the_release_and_has_a_reason(
+    cluster: Cluster, release: str, lab: LabSettings | None
+) -> None:
+    known = known_options(release)
+    files = render_configs(
+        cluster, slurm_version=release, lab=lab, slurmdbd=True, health_check="/usr/local/sbin/gpu_check"
+    )
+    assert list(files) == ["slurm.conf", "gres.conf", "cgroup.conf", "slurmdbd.conf"]
+    for name, text in files.items():
+        above = ""
+        for line in text.splitlines():
+            if re.match(r"\w", line):
+                key, _, value = line.partition(" ")[0].partition("=")
+                assert key in known, f"{name} of {release}: {line}"
+                younger = {o.partition("=")[2] for r in RELEASES for o in known_options(r) if o.startswith(f"{key}=")}
+                for item in {part.partition("=")[0] for part in value.split(",")} & younger:
+                    assert f"{key}={item}" in known, f"{name} of {release}: {line}"
+                assert above, f"{name} of {release} gives no reason for {line}"
+            above = "" if not line else above or line.startswith("#")
+
+
+@pytest.mark.parametrize("option", ["CgroupAutomount", "CgroupReleaseAgentDir", "TaskAffinity"])
+def test_what_stops_a_daemon_is_not_known(option: str) -> None:
+    assert option in known_options("20.11")
+    assert option not in known_options("22.05")
+
+
+def test_options_by_release(cluster: Cluster) -> None:
+    def written(release: str, lab: LabSettings | None) -> tuple[str, str]:
+        files = render_configs(cluster, slurm_version=release, lab=lab)
+        plugin = re.search(r"^CgroupPlugin=(\S+)", files["cgroup.conf"], re.MULTILINE)
+        parameters = re.search(r"^SlurmctldParameters=(\S+)", files["slurm.conf"], re.MULTILINE)
+        return plugin[1] if plugin else "", parameters[1] if parameters else ""
+
+    both = "enable_configless,node_reg_mem_percent=95"
+    assert written("20.11.4", None) == ("", "enable_configless")
+    assert written("21.08", None) == ("autodetect", both)
+    assert written("slurm-wlm 26.05.5", None) == ("", both)
+    assert written("20.11", LAB) == ("", "")
+    assert written("22.05", LAB) == ("cgroup/v1", "node_reg_mem_percent=95")
+    assert written("24.11", LAB) == ("disabled", "node_reg_mem_percent=95")
+
+
+def test_the_lines_that_het_jobs_and_gpus_need(cluster: Cluster) -> None:
+    files = render_configs(cluster)
+    conf = files["slurm.conf"]
+    expected = {
+        "ClusterName": "lab", "SlurmctldHost": "gamma", "SchedulerType": "sched/backfill",
+        "SelectType": "select/cons_tres", "SelectTypeParameters": "CR_Core_Memory", "ReturnToService": "2",
+        "ProctrackType": "proctrack/cgroup", "TaskPlugin": "task/affinity,task/cgroup", "GresTypes": "gpu",
+        "PropagateResourceLimitsExcept": "MEMLOCK", "MpiDefault": "none", "UnkillableStepTimeout": "180",
+    }  # fmt: skip
+    assert {key: option(conf, key) for key in expected} == expected
+    assert set(option(conf, "SchedulerParameters").split(",")) == {"bf_hetjob_immediate", "whole_hetjob"}
+    assert int(option(conf, "DefMemPerCPU")) == 8000 // 4, "the smallest memory a CPU: more would not fit on that node"
+    assert {key for line in lines_of(files["cgroup.conf"]) for key in line} == {
+        "ConstrainCores", "ConstrainDevices", "ConstrainRAMSpace",
+    }  # fmt: skip
+    assert "HealthCheckProgram" not in conf
+
+
+def test_nodes(cluster: Cluster) -> None:
+    nodes = nodes_of(render_configs(cluster)["slurm.conf"])
+    assert list(nodes) == [node.name for node in cluster.nodes]
+    for node in cluster.nodes:
+        line = nodes[node.name]
+        assert line["CPUs"] == str(node.cpus)
+        assert line["RealMemory"] == str(node.memory_mb), "a job asks for all of the memory of cluster.yaml"
+        assert line.get("Gres", "") == node.gres
+        assert line.get("NodeAddr") == node.address
+    assert nodes["alpha"]["Gres"] == "gpu:a100:3,gpu:v100:2"
+    assert [nodes["alpha"][key] for key in ("Sockets", "CoresPerSocket", "ThreadsPerCore")] == ["2", "8", "2"]
+    assert nodes["alpha"]["Feature"] == "cc80,vram80gb"
+    assert nodes["beta"]["Feature"] == "volta,nvlink", "a job of this node asks for its constraint"
+    by_weight = sorted(nodes, key=lambda name: int(nodes[name]["Weight"]))
+    assert (by_weight[0], by_weight[-1]) == ("login", "alpha"), "big cards last"
+
+
+def test_a_gres_line_for_each_model_with_its_device_files(cluster: Cluster) -> None:
+    lines = lines_of(render_configs(cluster)["gres.conf"])
+    files = {(line["NodeName"], line.get("Type")): expand_hostlist(line["File"]) for line in lines}
+    assert files == {
+        ("gamma", "titan"): ["/dev/nvidia0"],
+        ("beta", None): ["/dev/nvidia0", "/dev/nvidia1"],
+        ("alpha", "a100"): ["/dev/nvidia0", "/dev/nvidia2", "/dev/nvidia3"],
+        ("alpha", "v100"): ["/dev/nvidia1", "/dev/nvidia4"],
+        ("amd[01-02]", "mi210"): ["/dev/dri/renderD128", "/dev/dri/renderD129"],
+    }
+
+
+def test_partitions(cluster: Cluster, load: Callable[[str], Cluster]) -> None:
+    def partitions(cluster: Cluster) -> dict[str, tuple[list[str], str]]:
+        lines = [line for line in lines_of(render_configs(cluster)["slurm.conf"]) if "PartitionName" in line]
+        return {line["PartitionName"]: (expand_hostlist(line["Nodes"]), line["Default"]) for line in lines}
+
+    everyone = [node.name for node in cluster.nodes]
+    assert partitions(cluster) == {"all": (everyone, "YES"), "big": (["alpha"], "NO")}
+    told = load(CLUSTER.replace("partition: big", "partition: a").replace("memory: 30G", "memory: 30G, partition: b")
+                .replace("memory: 60G", "memory: 60G, partition: b"))  # fmt: skip
+    assert partitions(told) == {
+        "b": (["gamma", "beta", "amd01", "amd02"], "YES"), "a": (["alpha"], "NO"), "all": (["login"], "NO"),
+    }  # fmt: skip
+
+
+def test_the_lab_differs_where_one_machine_cannot_do_otherwise(cluster: Cluster) -> None:
+    files = render_configs(cluster, lab=LAB)
+    conf = files["slurm.conf"]
+    assert option(conf, "SlurmctldHost") == "controller(198.18.0.254)"
+    assert option(conf, "AuthInfo").startswith("socket=/lab/munge")
+    assert option(conf, "SlurmdParameters") == "config_overrides"
+    assert option(conf, "ProctrackType") == "proctrack/linuxproc"
+    assert {"bf_interval=1", "bf_hetjob_immediate"} <= set(option(conf, "SchedulerParameters").split(","))
+    assert nodes_of(conf)["beta"]["NodeAddr"] == "198.18.0.2"
+    assert all(line["File"].startswith("/lab/dev/nvidia") for line in lines_of(files["gres.conf"]))
+
+
+def test_slurmdbd_and_the_database_go_together(cluster: Cluster) -> None:
+    without, with_database = render_configs(cluster), render_configs(cluster, slurmdbd=True)
+    assert "AccountingStorage" not in without["slurm.conf"], "AccountingStorageTRES without slurmdbd stops slurmctld"
+    assert option(without["slurm.conf"], "JobCompType") == "jobcomp/filetxt"
+    assert option(with_database["slurm.conf"], "AccountingStorageType") == "accounting_storage/slurmdbd"
+    assert option(with_database["slurm.conf"], "AccountingStorageTRES") == "gres/gpu"
+    assert option(with_database["slurmdbd.conf"], "DbdHost") == "gamma"
+    assert "slurmdbd.conf" not in without
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("cpus: 8, memory: 30G, features", "features"), "node 'gamma' has no cpus and no memory"),
+        (("cores_per_socket: 8", "cores_per_socket: 9"), "2 sockets * 9 cores_per_socket * 2 threads_per_core = 36"),
+        (("partition: big", "partition: default"), "node 'alpha': a partition cannot be called 'default'"),
+        (("name: login", "name: DEFAULT"), "node 'DEFAULT': a node cannot be called 'DEFAULT'"),
+    ],
+)
+def test_what_cannot_be_configured(load: Callable[[str], Cluster], change: tuple[str, str], message: str) -> None:
+    with pytest.raises(DdpSlurmError, match=re.escape(message)):
+        render_configs(load(CLUSTER.replace(*change)))
+
+
+@pytest.mark.parametrize("program", ["gpu_check", "/bin/a b", "/bin/x\nReturnToService=0"])
+def test_the_health_check_is_a_full_path(cluster: Cluster, program: str) -> None:
+    with pytest.raises(ConfigsError, match="is not the full path"):
+        render_configs(cluster, health_check=program)
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        ("19.05.5", "20.11 or later can"),
+        ("27.02", "known are 20.11, 21.08,"),
+        ("22.5", "is not a Slurm version"),
+        ("22.05\n", "is not a Slurm version"),
+    ],
+)
+def test_releases_that_are_refused(version: str, message: str) -> None:
+    with pytest.raises(SlurmReleaseError, match=message):
+        slurm_release(version)
+
+
+def test_files_are_written_whole_and_the_database_file_for_its_owner_only(cluster: Cluster, tmp_path: Path) -> None:
+    files = render_configs(cluster, slurmdbd=True)
+    folder = tmp_path / "new" / "etc"
+    paths = write_configs(files, folder)
+    assert {path.name: path.read_text() for path in folder.iterdir()} == files
+    modes = {path.name: path.stat().st_mode & 0o777 for path in paths}
+    assert modes == {"slurm.conf": 0o644, "gres.conf": 0o644, "cgroup.conf": 0o644, "slurmdbd.conf": 0o600}
+    (tmp_path / "file").touch()
+    with pytest.raises(DdpSlurmError, match="file"):
+        write_configs(files, tmp_path / "file")
+
+
+def test_the_command_prints_or_writes_the_files(cluster: Cluster, tmp_path: Path) -> None:
+    arguments = ["configs", "--cluster", str(tmp_path / "cluster.yaml"), "--slurm-version", "24.11.5"]
+    printed = CliRunner().invoke(app, arguments)
+    files = render_configs(cluster, slurm_version="24.11")
+    assert printed.exit_code == 0
+    assert all(text in printed.stdout for text in files.values())
+    written = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path / "conf")])
+    assert written.stdout.split() == [str(tmp_path / "conf" / name) for name in files]
+    assert {path.name: path.read_text() for path in (tmp_path / "conf").iterdir()} == files

@@ -1,0 +1,194 @@
+"""A cluster from scontrol's output, recorded on live daemons of four releases."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_slurm.cluster import Cluster, GpuModel, Node
+from ddp_slurm.discover import Discovered, DiscoverError, cluster_yaml, discover, read_nodes
+
+RECORDED = Path(__file__).parent / "scontrol"
+NODE = (
+    "NodeName=n1 Arch=x86_64 CoresPerSocket=1 CPUAlloc=0 CPUEfctv=8 CPUTot=8 AvailableFeatures=(null) "
+    "ActiveFeatures=(null) Gres=gpu:a100:4 NodeAddr=n1 NodeHostName=n1 Version=22.05.8 OS=Linux 6.1.0 #1 SMP @0 "
+    "RealMemory=30720 AllocMem=0 Sockets=8 Boards=1 State=IDLE ThreadsPerCore=1 Weight=1 Partitions=main CfgTRES=cpu=8"
+)
+PARTITION = "PartitionName=main AllowGroups=ALL Default=YES Nodes=n1 RootOnly=NO State=UP TotalCPUs=8 TotalNodes=1"
+
+
+def read(*changes: tuple[str, str], partitions: str = PARTITION) -> Discovered:
+    line = NODE
+    for old, new in changes:
+        assert old in line
+        line = line.replace(old, new)
+    usable = NODE.replace("n1", "other")
+    return read_nodes(f"{line}\n{usable}\n", partitions, "lab")
+
+
+def first_node(*changes: tuple[str, str], partitions: str = PARTITION) -> Node:
+    return read(*changes, partitions=partitions).cluster.nodes[0]
+
+
+@pytest.mark.parametrize("release", ["20.11", "22.05", "24.11", "26.05"])
+def test_recorded_on_live_daemons(release: str) -> None:
+    nodes = (RECORDED / release / "node.txt").read_text()
+    assert f"Version={release}." in nodes
+    found = read_nodes(nodes, (RECORDED / release / "partition.txt").read_text(), "trio")
+    expected = {
+        "alpha": Node("alpha", (GpuModel(type="a100", count=3), GpuModel(type="v100", count=1)), 32, 245760,
+                      "198.18.2.5", partition="big", sockets=2, cores_per_socket=8, threads_per_core=2),
+        "beta": Node("beta", (GpuModel(count=2),), 16, 61440, "198.18.2.2", features=("volta", "vram32gb")),
+        "gamma": Node("gamma", (GpuModel(type="titan", count=1),), 8, 30720, "198.18.2.1"),
+        "login": Node("login", (), 4, 8000, "198.18.2.6"),
+        **{name: Node(name, (GpuModel(type="rtx_3090", count=2),), 12, 122880, address,
+                      sockets=1, cores_per_socket=6, threads_per_core=2)
+           for name, address in (("node9", "198.18.2.3"), ("node10", "198.18.2.4"))},
+    }  # fmt: skip
+    assert {node.name: node for node in found.cluster.nodes} == expected
+    delta, epsilon, zeta = found.left_out
+    assert "delta: its state is DOWN: disk" in delta
+    assert "epsilon: its state is IDLE+DRAIN: gres/gpu count reported lower than configured (1 < 4)" in epsilon
+    assert "zeta: no open partition takes it (Partitions=closed)" in zeta
+
+
+@pytest.mark.parametrize(
+    ("state", "usable"),
+    [(state, True) for state in ("IDLE", "MIXED", "ALLOCATED", "ALLOCATED+COMPLETING", "IDLE+CLOUD+POWERED_DOWN",
+                                 "MIXED+PLANNED", "RESERVED", "IDLE+DYNAMIC_NORM")]
+    + [(state, False) for state in ("DOWN", "DOWN*", "IDLE*", "DOWN+NOT_RESPONDING", "MIXED+DRAIN", "IDLE+DRAIN+CLOUD",
+                                    "DRAINED", "FUTURE", "UNKNOWN*", "INVAL", "IDLE+FAIL", "IDLE+MAINT")],
+)  # fmt: skip
+def test_states(state: str, usable: bool) -> None:
+    found = read(("State=IDLE", f"State={state}"))
+    assert ("n1" in [node.name for node in found.cluster.nodes]) == usable
+    assert usable == (not found.left_out)
+
+
+@pytest.mark.parametrize(
+    ("gres", "models"),
+    [
+        ("gpu:a100:4(S:0-1)", [("a100", 4)]),
+        ("gpu:a100:4(S:0,2),mps:400(S:0)", [("a100", 4)]),
+        ("gpu:2,gpu:titan:1(S:1)", [(None, 2), ("titan", 1)]),
+        ("gpu", [(None, 1)]),
+        ("gpu:1g.5gb:7", [("1g.5gb", 7)]),
+        ("gpu:no_consume:3", [(None, 3)]),
+        ("shard:gpu:8,craynetwork:2", []),
+        ("(null)", []),
+    ],
+)
+def test_gres(gres: str, models: list[tuple[str | None, int]]) -> None:
+    node = first_node(("Gres=gpu:a100:4", f"Gres={gres}"))
+    assert [(model.type, model.count) for model in node.gpus] == models
+
+
+def test_what_cluster_yaml_cannot_hold_is_named() -> None:
+    found = read(("gpu:a100:4", "gpu:a+b:4"), ("AvailableFeatures=(null)", "AvailableFeatures=ib,rack=3"))
+    assert found.cluster.nodes[0].gpus == (GpuModel(count=4),)
+    assert found.cluster.nodes[0].features == ("ib",)
+    assert "n1: the type 'a+b'" in found.left_out[0]
+    assert "n1: its feature 'rack=3'" in found.left_out[1]
+
+
+def test_cpus_and_memory_are_those_that_a_job_can_have() -> None:
+    node = first_node(("CPUEfctv=8", "CPUEfctv=6"), ("RealMemory=30720", "RealMemory=30720 MemSpecLimit=2048"))
+    assert (node.cpus, node.memory_mb) == (6, 28672)
+    assert first_node(("CPUEfctv=8 ", "")).cpus == 8
+    assert first_node(("RealMemory=30720", "RealMemory=1")).memory_mb is None, "1 is Slurm's word for 'not configured'"
+
+
+@pytest.mark.parametrize(
+    ("partitions", "chosen"),
+    [
+        ([("main", "Default=YES State=UP")], None),
+        ([("main", "Default=NO State=UP")], "main"),
+        ([("main", "Default=NO State=UP"), ("all", "Default=YES State=UP")], None),
+        ([("main", "Default=NO State=UP"), ("all", "Default=YES State=DOWN")], "main"),
+        ([("main", "Default=NO State=UP TotalNodes=2"), ("all", "Default=NO State=UP TotalNodes=9")], "all"),
+        ([("all", "Default=NO State=UP RootOnly=YES"), ("main", "Default=NO State=UP RootOnly=NO")], "main"),
+    ],
+)
+def test_partition(partitions: list[tuple[str, str]], chosen: str | None) -> None:
+    text = "\n".join(f"PartitionName={name} {rest}" for name, rest in partitions)
+    assert first_node(("Partitions=main", "Partitions=all,main"), partitions=text) == Node(
+        "n1", (GpuModel(type="a100", count=4),), 8, 30720, partition=chosen
+    )
+
+
+def test_no_node_to_train_on() -> None:
+    drained = NODE.replace("State=IDLE", "State=IDLE+DRAIN") + " Reason=broken [root@2026-01-01T00:00:00]"
+    with pytest.raises(DiscoverError, match=r"(?s)n1: its state is IDLE\+DRAIN: broken.*no usable node with a GPU"):
+        read_nodes(drained, PARTITION, "lab")
+    with pytest.raises(DiscoverError, match="no usable node with a GPU"):
+        read_nodes("No nodes in the system\n", PARTITION, "lab")
+
+
+WORDS = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.+@-]{0,8}", fullmatch=True) | st.sampled_from(
+    ["no", "yes", "null", "0123", "1_0", "1e3", "0x1f", "on"]
+)
+TYPES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,8}", fullmatch=True)
+
+
+@given(
+    name=WORDS,
+    nodes=st.lists(
+        st.builds(
+            Node,
+            name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9-]{0,3}[0-9]{1,3}", fullmatch=True),
+            gpus=st.lists(st.builds(GpuModel, type=st.none() | TYPES, count=st.integers(1, 9)), max_size=2).map(tuple),
+            cpus=st.none() | st.integers(1, 300),
+            memory_mb=st.none() | st.integers(1, 10**7),
+            address=st.none() | st.sampled_from(["198.18.0.7", "fd00::5", "node.lab"]),
+            partition=st.none() | WORDS,
+            features=st.lists(WORDS, max_size=2).map(tuple),
+        ),
+        min_size=1,
+        max_size=6,
+        unique_by=lambda node: node.name,
+    ).filter(lambda nodes: any(node.gpus for node in nodes)),
+)
+def test_cluster_yaml_reads_back_as_the_same_cluster(
+    tmp_path_factory: pytest.TempPathFactory, name: str, nodes: list[Node]
+) -> None:
+    file = tmp_path_factory.mktemp("discover") / "cluster.yaml"
+    file.write_text(cluster_yaml(Cluster(name, tuple(nodes))))
+    assert Cluster.load(file) == Cluster(name, tuple(nodes))
+
+
+def test_equal_nodes_share_an_item() -> None:
+    nodes = tuple(Node(f"gpu{n:02}", (GpuModel(count=1),), 4) for n in range(1, 5))
+    assert cluster_yaml(Cluster("lab", nodes)).count("name:") == 2
+
+
+SCONTROL = r"""
+[[ -z ${SLURM_CLUSTERS:-} ]] || { echo "not a clean environment" >&2; exit 1; }
+case "$*" in
+    "show config") echo "ClusterName             = lab9" ;;
+    "-o show node") echo "@NODE" ;;
+    "-o show partition") echo "@PARTITION" ;;
+    *) exit 1 ;;
+esac
+"""
+
+
+def test_discover_asks_scontrol(stub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    drained = NODE.replace("n1", "n2").replace("State=IDLE", "State=DRAINED")
+    stub("scontrol", SCONTROL.replace("@NODE", f"{NODE}\n{drained}").replace("@PARTITION", PARTITION))
+    monkeypatch.setenv("SLURM_CLUSTERS", "another")
+    cluster = discover()
+    assert (cluster.name, [node.name for node in cluster.nodes]) == ("lab9", ["n1"])
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"left out: n2: its state is DRAINED\n", err)
+
+
+def test_slurm_that_does_not_answer(stub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stub("scontrol", "echo 'slurm_load_node error: Unable to contact slurm controller (connect failure)'; exit 1")
+    with pytest.raises(DiscoverError, match=r"scontrol show config: .*Unable to contact slurm controller"):
+        discover()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(DiscoverError, match=r"no scontrol on PATH: write a cluster\.yaml"):
+        discover()
