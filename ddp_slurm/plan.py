@@ -86,6 +86,8 @@ class Plan:
     options: JobOptions
     shares: tuple[int, ...] | None
     """Samples of the global batch for each rank."""
+    machines: tuple[Node, ...]
+    """The nodes in the order of node ranks, as cluster.yaml describes them."""
 
     @property
     def name(self) -> str:
@@ -145,7 +147,9 @@ def make_plan(cluster: Cluster, options: JobOptions) -> Plan:
     for node, gpus in _chosen_gpus(cluster, options):
         groups.setdefault(_shape(node, gpus, options), []).append(node.name)
     components = tuple(replace(shape, nodes=tuple(sorted(names, key=_natural))) for shape, names in groups.items())
-    plan = Plan(cluster.name, components, options, None)
+    by_name = {node.name: node for node in cluster.nodes}
+    machines = tuple(by_name[name] for component in components for name in component.nodes)
+    plan = Plan(cluster.name, components, options, None, machines)
     return replace(plan, shares=_shares(plan, options))
 
 
