@@ -1,7 +1,7 @@
 """The lab on live daemons: it starts, looks like several machines, lets nodes die, and leaves nothing behind."""
 
-import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -186,17 +186,17 @@ def test_a_job_and_its_runaway_children_end_with_the_lab(make_lab, tmp_path, cle
     handles = [os.pidfd_open(pid) for pid in network.processes(lab.node("b").netns)]
     assert len(handles) >= 5  # slurmd, slurmstepd, the script, two runaways
     lab.down()
+    ended, _, _ = select.select(handles, [], [], 0)  # a zombie counts as ended
     for handle in handles:
-        with pytest.raises(ProcessLookupError):
-            signal.pidfd_send_signal(handle, 0)
         os.close(handle)
+    assert ended == handles
 
 
 @pytest.mark.parametrize(
     ("file", "line", "daemon"),
     [
         ("slurm.conf", "NoSuchKey=1", "slurmctld"),
-        ("gres.conf", "NodeName=a1 Name=gpu File=/dev/no_such_gpu", "slurmd.a1.log"),
+        ("gres.conf", "NodeName=a1 Name=gpu NoSuchKey=1", "slurmd"),
     ],
 )
 def test_a_daemon_that_does_not_start_is_quoted_and_nothing_stays(needs_lab, new_name, monkeypatch, file, line, daemon):
@@ -209,7 +209,7 @@ def test_a_daemon_that_does_not_start_is_quoted_and_nothing_stays(needs_lab, new
     with pytest.raises(LabError) as error:
         Lab.up(Cluster("x", (Node("b"), Node("a1"))), new_name)
     assert daemon in str(error.value)
-    assert line.split("=")[-1] in str(error.value) or "NoSuchKey" in str(error.value)
+    assert "NoSuchKey" in str(error.value)
     assert residue(new_name) == []
 
 
