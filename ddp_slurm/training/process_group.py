@@ -1,0 +1,247 @@
+"""The start and the end of a distributed training: who takes part is checked before the first collective."""
+
+import json
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import FrameType, TracebackType
+
+import torch
+import torch.distributed as dist
+
+from ..balance import apportion, equal_shares
+from ..hostlist import expand_tasks_per_node
+from ..rank_env import LaunchError, RankEnv
+from .failure import FailureWatch
+from .startup_check import (
+    RankFacts,
+    check_launch,
+    facts_from_dict,
+    facts_to_dict,
+    find_faults,
+    gather_own_facts,
+)
+
+
+@dataclass
+class World:
+    """This rank's place among all ranks. A context manager: leaving it closes the process group.
+
+    ``control`` is a gloo group over all ranks for small CPU messages (stop votes, snapshots, measured costs), so
+    that none of them waits for the GPU. ``ranks`` holds the facts of every rank, in rank order.
+    """
+
+    env: RankEnv
+    device: torch.device
+    backend: str
+    control: dist.ProcessGroup
+    ranks: list[RankFacts]
+    rendezvous_seconds: float
+    stop_requested: bool = False
+    _watch: FailureWatch | None = field(default=None, repr=False)
+    _store: dist.Store | None = field(default=None, repr=False)
+
+    @property
+    def rank(self) -> int:
+        return self.env.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.env.world_size
+
+    @property
+    def place(self) -> str:
+        return self.ranks[self.rank].place
+
+    def planned_shares(self, global_batch: int) -> list[int]:
+        """Samples of one global batch per rank, as the plan of the job has them (DDP_SLURM_SHARES), else equal.
+
+        A plan made for another global batch keeps its proportions.
+        """
+        planned = os.environ.get("DDP_SLURM_SHARES")
+        if not planned:
+            return equal_shares(global_batch, self.world_size)
+        shares = expand_tasks_per_node(planned)
+        if len(shares) != self.world_size:
+            raise LaunchError(
+                f"{self.place}: DDP_SLURM_SHARES={planned!r} holds {len(shares)} shares for {self.world_size} ranks"
+            )
+        return shares if sum(shares) == global_batch else apportion(global_batch, shares)
+
+    def close(self) -> None:
+        """Leave in order: rank 0, which holds the store, leaves last."""
+        if self._watch is None:
+            return
+        self._watch.end()
+        self._watch = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        _say_goodbye(self)
+
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.close()
+        elif isinstance(error, SystemExit) and self._watch is not None:
+            self._watch.tell_exit(error.code)
+
+
+def init_distributed(
+    *,
+    backend: str | None = None,
+    timeout_seconds: float = 600.0,
+    rendezvous_seconds: float = 180.0,
+) -> World:
+    """Join this process to the world that srun, torchrun or the local backend started.
+
+    In this order: RankEnv from the environment, the device, the meeting of all ranks at rank 0's store, the check of
+    what they found against the plan (DDP_SLURM_WORLD_SIZE, DDP_SLURM_TASKS_PER_NODE), and only then the process group.
+
+    Args:
+        backend: ``nccl`` or ``gloo``; None takes nccl where every rank has a GPU.
+        timeout_seconds: the longest that any collective may take.
+        rendezvous_seconds: the longest to wait for all ranks to arrive.
+
+    SIGUSR2, which the job's time limit sends ahead, sets ``World.stop_requested`` from here on instead of ending the
+    process. An exception that nobody catches ends all ranks, see ``failure``.
+
+    Raises LaunchError on every rank, with rank, host, expected and found, for a world that is not the planned one.
+    """
+    started = time.monotonic()
+    env = RankEnv.from_environ()
+    check_launch(env)
+    own = gather_own_facts(env)
+    use_gpu = own.visible_gpus > 0 and backend != "gloo"
+    device = torch.device("cuda", env.device_index) if use_gpu else torch.device("cpu")
+    if use_gpu and env.device_index < own.visible_gpus:
+        torch.cuda.set_device(device)  # before the group starts: NCCL's barrier takes the current device
+    store = _join_store(env, own, rendezvous_seconds)
+    ranks = _meet(store, env, own, rendezvous_seconds)
+    backend = backend or ("nccl" if use_gpu else "gloo")
+    limit = timedelta(seconds=timeout_seconds)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("group", store),
+        rank=env.rank,
+        world_size=env.world_size,
+        timeout=limit,
+        device_id=device if backend == "nccl" else None,
+    )
+    control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=limit)
+    assert control is not None
+    world = World(env, device, backend, control, ranks, time.monotonic() - started, _store=store)
+    _catch_stop_signal(world)
+    if env.world_size > 1:
+        waiting = _connect(env, False, timedelta(seconds=rendezvous_seconds))
+        world._watch = FailureWatch(store, waiting, env.rank, env.world_size, world.place)
+        world._watch.start()
+    return world
+
+
+def _prefixed(store: dist.Store) -> dist.Store:
+    # torchrun keeps one store over its restarts: each attempt needs keys of its own.
+    return dist.PrefixStore(f"ddp_slurm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _connect(env: RankEnv, serve: bool, timeout: timedelta) -> dist.Store:
+    return _prefixed(
+        dist.TCPStore(env.master_addr, env.master_port, is_master=serve, timeout=timeout, wait_for_workers=False)
+    )
+
+
+def _join_store(env: RankEnv, own: RankFacts, rendezvous_seconds: float) -> dist.Store:
+    torchrun_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serve = env.rank == 0 and not torchrun_serves
+    try:
+        return _connect(env, serve, timedelta(seconds=rendezvous_seconds))
+    except RuntimeError as error:
+        where = f"{env.master_addr}:{env.master_port}"
+        if serve:
+            raise LaunchError(
+                f"{own.place}: cannot listen on port {env.master_port} ({error}); another job there? "
+                "Set MASTER_PORT to a free port"
+            ) from error
+        raise LaunchError(
+            f"{own.place}: no answer from rank 0 at {where} within {rendezvous_seconds:.0f} s; did rank 0 start, and "
+            f"does a firewall let the port through? ({error})"
+        ) from error
+
+
+def _meet(store: dist.Store, env: RankEnv, own: RankFacts, rendezvous_seconds: float) -> list[RankFacts]:
+    """Every rank's facts; rank 0 collects and judges them, so that all ranks raise the same faults."""
+    if store.add(f"arrived/{env.rank}", 1) > 1:
+        store.set("verdict", json.dumps({"faults": [f"{own.place}: there are two processes of rank {env.rank}"]}))
+    store.set(f"facts/{env.rank}", json.dumps(facts_to_dict(own)))
+    if env.rank == 0:
+        verdict = _judge(store, env, rendezvous_seconds)
+        store.compare_set("verdict", "", json.dumps(verdict))
+    try:
+        # Longer than rank 0 waits for the others, so that its verdict on who is missing still arrives.
+        store.wait(["verdict"], timedelta(seconds=rendezvous_seconds + 30))
+        verdict = json.loads(store.get("verdict"))
+    except RuntimeError as error:
+        raise LaunchError(f"{own.place}: rank 0 left before the world had met ({error})") from error
+    if verdict["faults"]:
+        _acknowledge(store, env)
+        raise LaunchError("the world is not the planned one:\n  " + "\n  ".join(verdict["faults"]))
+    return [facts_from_dict(values) for values in verdict["facts"]]
+
+
+def _judge(store: dist.Store, env: RankEnv, rendezvous_seconds: float) -> dict[str, list[object]]:
+    keys = [f"facts/{rank}" for rank in range(env.world_size)]
+    try:
+        store.wait(keys, timedelta(seconds=rendezvous_seconds))
+    except RuntimeError:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        there = [facts_from_dict(json.loads(store.get(key))) for key in keys if store.check([key])]
+        return {
+            "faults": [
+                f"expected {env.world_size} ranks within {rendezvous_seconds:.0f} s, found {len(there)}: "
+                f"{', '.join(fact.place for fact in there)}; missing: {missing}"
+            ]
+        }
+    facts = [facts_from_dict(json.loads(store.get(key))) for key in keys]
+    faults: list[object] = list(find_faults(facts))
+    return {"faults": faults, "facts": [facts_to_dict(fact) for fact in facts]}
+
+
+def _acknowledge(store: dist.Store, env: RankEnv) -> None:
+    """Rank 0 holds the store: it stays until the others have read the verdict, at most five seconds."""
+    try:
+        store.add("read", 1)
+        deadline = time.monotonic() + 5
+        while env.rank == 0 and store.add("read", 0) < env.world_size and time.monotonic() < deadline:
+            time.sleep(0.02)
+    except RuntimeError:
+        return  # the store is gone, so everybody has read
+
+
+def _say_goodbye(world: World) -> None:
+    store, world._store = world._store, None
+    if store is None:
+        return
+    try:
+        store.add("left", 1)
+        deadline = time.monotonic() + 30
+        while world.rank == 0 and store.add("left", 0) < world.world_size and time.monotonic() < deadline:
+            time.sleep(0.01)
+    except RuntimeError:
+        return  # rank 0 has gone after its deadline: nothing is left to say
+
+
+def _catch_stop_signal(world: World) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        return  # Python allows handlers in the main thread only
+
+    def request(signum: int, frame: FrameType | None) -> None:
+        world.stop_requested = True
+
+    if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
+        signal.signal(signal.SIGUSR2, request)

@@ -1,0 +1,38 @@
+"""The random generators of a rank, as plain values that a snapshot can hold."""
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """States of torch (CPU and this rank's GPU), of Python's ``random``, and of NumPy where it is in use."""
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, list(numbers), gauss]}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    if "numpy" in sys.modules:
+        import numpy as np
+
+        name, keys, *rest = np.random.get_state(legacy=True)
+        state["numpy"] = [
+            str(name),
+            [int(key) for key in keys],
+            *[float(r) if i == 2 else int(r) for i, r in enumerate(rest)],
+        ]
+    return state
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(state["torch"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    if "numpy" in state and "numpy" in sys.modules:
+        import numpy as np
+
+        name, keys, position, has_gauss, cached = state["numpy"]
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))

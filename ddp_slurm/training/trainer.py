@@ -1,0 +1,323 @@
+"""The examples' training loop: uneven ranks, exact gradients, snapshots, a clean stop before the time limit."""
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..balance import BalanceError
+from .batchnorm import BatchNormStatistics
+from .calibrate import measured_shares
+from .data import Source
+from .evaluation import LossFunction, evaluate
+from .gradients import has_sync_batchnorm, loss_weight, no_sample_loss, wrap_model
+from .precision import choose_precision
+from .process_group import World
+from .records import Recorder
+from .report import ProgressPrinter, first_step_line, print_rank_table, progress_line, say
+from .run_state import load_run_state, run_state
+from .sampler import BalancedSampler, seed_of
+from .snapshot import Snapshot, SnapshotError
+from .stop_vote import StopVote
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a training ended. ``finished`` is False when it stopped early, with a snapshot, because of a signal."""
+
+    finished: bool
+    step: int
+    metrics: dict[str, float]
+
+
+class Trainer:
+    """Trains ``model`` for ``total_epochs``, resuming from ``snapshot`` where there is one.
+
+    Args:
+        world: from ``init_distributed``.
+        model: on ``world.device``, with the same weights on every rank or none that matter (DDP sends rank 0's).
+        optimizer: over the model's parameters.
+        loss_function: (outputs, targets) to the mean loss over the samples.
+        train_data, eval_data: see ``data.Source``.
+        global_batch: samples of one optimizer step over all ranks; the same update however they are shared out.
+        shares: samples per rank; None takes the job's plan, or with DDP_SLURM_BALANCE=measured measures the ranks.
+        micro_batch: the most samples a rank runs at once; a larger share is accumulated.
+        scheduler: stepped after every optimizer step.
+        precision: ``auto``, ``fp32``, ``fp16`` or ``bf16``, see ``precision``.
+        clip_norm: the largest norm of the whole gradient.
+        save_every_epochs, save_every_steps: when to write a snapshot; the end of the training always does.
+        log_every_steps: how often to report; None is ten times an epoch.
+        recorders: get every record on rank 0, see ``records``; a function of the step resumed from makes them.
+        seed: of the order of samples and of each rank's random generators.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_function: LossFunction,
+        train_data: Source,
+        eval_data: Source | None = None,
+        *,
+        global_batch: int,
+        total_epochs: int,
+        shares: Sequence[int] | None = None,
+        micro_batch: int | None = None,
+        scheduler: LRScheduler | None = None,
+        precision: str = "auto",
+        clip_norm: float | None = None,
+        snapshot: Snapshot | None = None,
+        save_every_epochs: int = 1,
+        save_every_steps: int | None = None,
+        log_every_steps: int | None = None,
+        recorders: Sequence[Recorder] = (),
+        seed: int = 0,
+    ) -> None:
+        self.world, self.module, self.optimizer, self.scheduler = world, model, optimizer, scheduler
+        self.loss_function, self.train_data, self.eval_data = loss_function, train_data, eval_data
+        self.total_epochs, self.clip_norm, self.seed = total_epochs, clip_norm, seed
+        self.snapshot, self.recorders = snapshot, list(recorders)
+        self.save_every_epochs, self.save_every_steps = save_every_epochs, save_every_steps
+        self.precision = choose_precision(precision, world.ranks)
+        self.scaler = self.precision.grad_scaler()
+        if shares is None:
+            shares = self._choose_shares(global_batch)
+        if len(shares) != world.world_size or sum(shares) != global_batch:
+            raise BalanceError(
+                f"shares {list(shares)}: expected {world.world_size} of them with the sum {global_batch}, "
+                f"got {len(shares)} with {sum(shares)}"
+            )
+        if micro_batch is not None and micro_batch < 1:
+            raise BalanceError(f"micro_batch {micro_batch}: at least one sample has to run at once")
+        if len(train_data) == 0:
+            raise BalanceError("the training data hold no sample")
+        self.micro_batch = micro_batch or global_batch
+        self.sampler = BalancedSampler(len(train_data), shares, world.rank, seed=seed)
+        self.log_every_steps = log_every_steps or max(1, len(self.sampler) // 10)
+        self.batchnorm = BatchNormStatistics(model)
+        self.syncs_batchnorm = has_sync_batchnorm(model)
+        self.model: nn.Module = model
+        if world.world_size > 1:
+            self.model = wrap_model(model, world.device)
+        self.vote = StopVote(world.control)
+        self.epoch, self.samples_done, self.step = 0, 0, 0
+        self.loss_sums = torch.zeros(
+            2, dtype=torch.float64, device=world.device
+        )  # since the last report: loss, samples
+        torch.manual_seed(seed_of(seed, world.rank, "rank"))
+
+    def _choose_shares(self, global_batch: int) -> list[int]:
+        if os.environ.get("DDP_SLURM_BALANCE") != "measured":
+            return self.world.planned_shares(global_batch)
+        return measured_shares(
+            self.module, self.train_data, self.loss_function, global_batch, self.precision, self.world.control
+        )
+
+    def train(self) -> Result:
+        """Run to the end, or to a stop that a signal asked for. All ranks return the same."""
+        self._resume()
+        if self.world.rank == 0:
+            print_rank_table(self.world.ranks, self.sampler.shares)
+        self.model.train()
+        metrics: dict[str, float] = {}
+        if self.epoch >= self.total_epochs and self.eval_data is not None:
+            metrics = self._evaluate()
+        while self.epoch < self.total_epochs:
+            if not self._train_epoch():
+                self._stop_early()
+                return Result(False, self.step, metrics)
+            self.epoch, self.samples_done = self.epoch + 1, 0
+            self.batchnorm.synchronize()
+            if self.eval_data is not None:
+                metrics = self._evaluate()
+            last = self.epoch == self.total_epochs
+            if last or (self.save_every_epochs and self.epoch % self.save_every_epochs == 0):
+                self._save(must=last)
+        self.vote.result()
+        return Result(True, self.step, metrics)
+
+    def _train_epoch(self) -> bool:
+        """One epoch, or the rest of it; False where all ranks have agreed to stop early."""
+        self.sampler.set_epoch(self.epoch, self.samples_done)
+        steps = len(self.sampler)
+        spans = [self.sampler.span(step) for step in range(steps)]
+        progress = _Progress(self, steps)
+        try:
+            for index, (inputs, targets) in enumerate(self.train_data.batches(self.sampler.order(), spans, self.epoch)):
+                if self.vote.result():
+                    return False
+                self.vote.cast(self.world.stop_requested and self.snapshot is not None)
+                self._train_step(index, inputs, targets)
+                progress.after_step(index)
+                at_end = index + 1 == steps
+                if self.save_every_steps and self.step % self.save_every_steps == 0 and not at_end:
+                    self._save(must=False)
+        finally:
+            progress.close()
+        return True
+
+    def _train_step(self, index: int, inputs: Tensor, targets: Tensor) -> None:
+        counts, total = self.sampler.rank_samples(index), self.sampler.global_samples(index)
+        own = counts[self.world.rank]
+        # SyncBatchNorm's forward waits for all ranks, so all of them run equally many micro-batches.
+        largest = max(counts) if self.syncs_batchnorm else own
+        rounds = max(1, -(-largest // self.micro_batch))
+        self.optimizer.zero_grad(set_to_none=True)
+        for i in range(rounds):
+            part = slice(own * i // rounds, own * (i + 1) // rounds)
+            last = i + 1 == rounds
+            with contextlib.nullcontext() if last or self.model is self.module else self.model.no_sync():  # type: ignore[operator]
+                self.scaler.scale(self._weighted_loss(inputs[part], targets[part], total)).backward()  # type: ignore[no-untyped-call]
+        if self.clip_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.step += 1
+        self.samples_done += total
+        self.batchnorm.count(own)
+
+    def _weighted_loss(self, inputs: Tensor, targets: Tensor, total: int) -> Tensor:
+        samples = len(targets)
+        if samples == 0 and not self.syncs_batchnorm:
+            return no_sample_loss(self.model)
+        with self.precision.autocast():
+            outputs = self.model(inputs)
+            loss = self.loss_function(outputs, targets) if samples else outputs.sum()
+        if samples:
+            self.loss_sums += torch.stack([loss.detach().double() * samples, self.loss_sums.new_tensor(samples)])
+        return loss * loss_weight(samples, total, self.world.world_size)
+
+    def _evaluate(self) -> dict[str, float]:
+        assert self.eval_data is not None
+        metrics = evaluate(
+            self.module,
+            self.eval_data,
+            self.loss_function,
+            rank=self.world.rank,
+            shares=self.sampler.shares,
+            precision=self.precision,
+        )
+        if self.world.rank == 0:
+            accuracy = f"  accuracy {metrics['accuracy']:.4f}" if "accuracy" in metrics else ""
+            say(f"epoch {self.epoch}/{self.total_epochs}  evaluation loss {metrics['loss']:.4f}{accuracy}")
+            self.record({"kind": "evaluation", "epoch": self.epoch, "step": self.step, **metrics})
+        return metrics
+
+    def record(self, record: dict[str, Any]) -> None:
+        for recorder in self.recorders:
+            recorder(record)
+
+    def _resume(self) -> None:
+        state = self.snapshot.load() if self.snapshot is not None else None
+        if state is None:
+            return
+        assert self.snapshot is not None
+        load_run_state(self, state)
+        if self.world.rank == 0:
+            for warning in self.snapshot.warnings:
+                say(f"warning: {warning}")
+            say(
+                f"resumed from {self.snapshot.path}: epoch {self.epoch} of {self.total_epochs} done, "
+                f"then {self.samples_done} samples, step {self.step}"
+            )
+
+    def _save(self, *, must: bool) -> None:
+        """A periodic snapshot that fails is a warning: the training goes on, and the one before it stays."""
+        if self.snapshot is None:
+            return
+        state = run_state(self)
+        fault = None
+        if self.world.rank == 0:
+            try:
+                self.snapshot.save(state)
+            except SnapshotError as error:
+                fault = str(error)
+                say(f"warning: {fault}")
+        if must:
+            faults = [fault]
+            dist.broadcast_object_list(faults, src=0, group=self.world.control)
+            if faults[0] is not None:
+                raise SnapshotError(faults[0])
+
+    def _stop_early(self) -> None:
+        self._save(must=True)
+        marker = os.environ.get("DDP_SLURM_REQUEUE_MARKER")
+        if self.world.rank == 0:
+            if marker:
+                Path(marker).touch()
+            say(f"stopped by a signal after step {self.step}, with a snapshot to resume from")
+
+
+class _Progress:
+    """Times the steps and reports them; every rank keeps one, since the sums are reduced."""
+
+    def __init__(self, trainer: Trainer, steps: int) -> None:
+        self.trainer, self.steps = trainer, steps
+        self.printer = ProgressPrinter(steps) if trainer.world.rank == 0 else None
+        self.since, self.started = time.perf_counter(), time.perf_counter()
+
+    def after_step(self, index: int) -> None:
+        trainer = self.trainer
+        if trainer.step == 1:
+            if trainer.world.device.type == "cuda":
+                torch.cuda.synchronize(trainer.world.device)
+            if trainer.world.rank == 0:
+                say(first_step_line(trainer.world.rendezvous_seconds))
+        if (index + 1) % trainer.log_every_steps == 0 or index + 1 == self.steps:
+            self._report(index)
+
+    def _report(self, index: int) -> None:
+        trainer, world = self.trainer, self.trainer.world
+        loss_sum, samples = trainer.loss_sums.tolist()  # waits for the GPU
+        now = time.perf_counter()
+        row = 2 * world.rank
+        sums = torch.zeros(2 * world.world_size, dtype=torch.float64)
+        sums[row], sums[row + 1] = loss_sum, samples
+        dist.all_reduce(sums, group=world.control)
+        trainer.loss_sums.zero_()
+        if self.printer is not None:
+            counts = sums[1::2]
+            loss = (sums[::2].sum() / counts.sum()).item()
+            rates = (counts / (now - self.since)).tolist()
+            done = index + 1
+            epochs_left = trainer.total_epochs - trainer.epoch - 1
+            steps_left = self.steps - done + epochs_left * -(-trainer.sampler.length // trainer.sampler.global_batch)
+            line = progress_line(
+                epoch=trainer.epoch + 1,
+                epochs=trainer.total_epochs,
+                step=done,
+                steps=self.steps,
+                loss=loss,
+                rates=rates,
+                left_seconds=(now - self.started) / done * steps_left,
+            )
+            self.printer.update(done, line)
+            trainer.record(
+                {
+                    "kind": "train",
+                    "epoch": trainer.epoch + 1,
+                    "step": trainer.step,
+                    "loss": loss,
+                    "images_per_second": sum(rates),
+                    "images_per_second_by_rank": rates,
+                    "learning_rate": trainer.optimizer.param_groups[0]["lr"],
+                }
+            )
+        self.since = now
+
+    def close(self) -> None:
+        if self.printer is not None:
+            self.printer.close()
