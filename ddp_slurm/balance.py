@@ -1,4 +1,4 @@
-"""How many samples of the global batch each rank takes. Standard library only: login nodes plan with it, ranks split with it."""
+"""How many samples of the global batch each rank takes. Standard library only: login nodes plan with it too."""
 
 import heapq
 import math

@@ -36,7 +36,7 @@ def number_of(least: int) -> Callable[[str], int]:
 
 
 def global_batch_size(arguments: argparse.Namespace, world: World, default: int) -> int:
-    """The one that was asked for on the command line, else by the job (DDP_SLURM_GLOBAL_BATCH_SIZE), else ``default``."""
+    """The one of the command line, else the job's (DDP_SLURM_GLOBAL_BATCH_SIZE), else ``default``."""
     if arguments.batch_size is not None:
         return int(arguments.batch_size) * world.world_size
     if arguments.global_batch_size is not None:

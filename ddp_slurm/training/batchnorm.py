@@ -1,8 +1,8 @@
 """BatchNorm's running statistics on uneven ranks: averaged by sample count, never silently those of rank 0.
 
-Each rank's BatchNorm sees its own share only, so the running statistics differ by rank. (SyncBatchNorm, on GPUs, sees the
-whole batch and needs none of this.) DDP's ``broadcast_buffers`` would overwrite all of them with rank 0's, on uneven
-ranks perhaps those of the smallest share: switch it off.
+Each rank's BatchNorm sees its own share only, so the running statistics differ by rank. (SyncBatchNorm, on GPUs, sees
+the whole batch and needs none of this.) DDP's ``broadcast_buffers`` would overwrite all of them with rank 0's, on
+uneven ranks perhaps those of the smallest share: switch it off.
 """
 
 import torch
@@ -51,7 +51,7 @@ class BatchNormStatistics:
         dist.all_reduce(total, group=self._group)
         flat = torch.cat([flat * weight if total > 0 else flat, weight if total > 0 else weight + 1])
         dist.all_reduce(flat, group=self._group)
-        averages = iter((flat[:-1] / flat[-1]).split([buffer.numel() for buffer in floats]))
+        averages = iter(torch.split(flat[:-1] / flat[-1], [buffer.numel() for buffer in floats]))
         result = {}
         for name, buffer in buffers.items():
             if buffer.is_floating_point():

@@ -79,7 +79,7 @@ def fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, flo
 def _seconds_of_step(
     work: nn.Module, source: Source, loss_function: LossFunction, size: int, precision: Precision
 ) -> float:
-    """The fastest of a few steps: the others were disturbed. The first one is not counted (allocation, kernel choice)."""
+    """The fastest of a few steps: the others were disturbed. The first is not counted (allocation, kernel choice)."""
     order = torch.arange(size) % len(source)
     best = float("inf")
     for repeat in range(REPEATS + 1):

@@ -85,10 +85,7 @@ class ResidentImages:
         moves = self._moves(epoch) if self.augment else None
         for start, stop in spans:
             chosen = order[start:stop]
-            if moves is None:
-                images = self.images[chosen]
-            else:
-                images = self._moved(chosen, moves[chosen])
+            images = self.images[chosen] if moves is None else self._moved(chosen, moves[chosen])
             # A permuted view of (b, h, w, c) is a channels_last tensor already: the layout that tensor cores want.
             yield (images * self._factor + self._offset).permute(0, 3, 1, 2), self.labels[chosen]
 

@@ -34,8 +34,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Loss, accuracy (where the targets are class numbers) and sample count over the whole of ``source``.
 
-    Each rank takes one stretch of it, in proportion to ``shares``. ``model`` is the module without DDP: no rank waits for
-    another until the sums are reduced. All ranks call it and get the same values.
+    Each rank takes one stretch of it, in proportion to ``shares``. ``model`` is the module without DDP: no rank waits
+    for another until the sums are reduced. All ranks call it and get the same values.
     """
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     was_training = inner.training

@@ -11,7 +11,7 @@ import traceback
 from datetime import timedelta
 from types import TracebackType
 
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ..errors import DdpSlurmError
 

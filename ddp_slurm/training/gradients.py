@@ -1,8 +1,8 @@
 """The gradient of the mean over all samples of the global batch, whatever each rank's share of it.
 
 Why the loss is weighted and not a DDP communication hook: a hook sees only a bucket that already holds the sum of
-all micro-batches that ``no_sync`` let pile up, so it cannot weigh micro-batches of different sizes, and it would have to
-be told the share of each step behind DDP's back. A factor on the loss is linear: it passes through accumulation,
+all micro-batches that ``no_sync`` let pile up, so it cannot weigh micro-batches of different sizes, and it would have
+to be told the share of each step behind DDP's back. A factor on the loss is linear: it passes through accumulation,
 ``no_sync`` and the loss scaler unchanged, and what DDP hands to clipping and to the optimizer is the true gradient,
 the same bits on every rank. So every rank's GradScaler finds the same overflow too.
 
@@ -12,6 +12,7 @@ With B samples in the global batch, n of them in this rank's micro-batch, and W 
 """
 
 import inspect
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,10 +67,12 @@ def wrap_model(model: nn.Module, device: torch.device) -> DistributedDataParalle
     """DDP as it is right on uneven ranks: each keeps its own BatchNorm statistics, see ``batchnorm``."""
     # DDP would send rank 0's buffers before each forward. torch 2.13 renamed the option that stops it.
     known = inspect.signature(DistributedDataParallel.__init__).parameters
-    keep_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    keep_buffers: dict[str, Any] = {
+        "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False
+    }
     return DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        **{keep_buffers: False},
+        **keep_buffers,
     )

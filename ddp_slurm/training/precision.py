@@ -12,7 +12,7 @@ from .startup_check import RankFacts
 
 PRECISIONS = ("auto", "fp32", "fp16", "bf16")
 
-# Source: NVIDIA's CUDA programming guide, features by compute capability: tensor cores for fp16 from 7.0, bf16 from 8.0.
+# Tensor cores for fp16 from 7.0, for bf16 from 8.0. Source: CUDA programming guide, features by compute capability.
 NEEDED_CAPABILITY = {"fp32": (0, 0), "fp16": (7, 0), "bf16": (8, 0)}
 
 

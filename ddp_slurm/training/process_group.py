@@ -11,6 +11,7 @@ from types import FrameType, TracebackType
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from ..balance import apportion, equal_shares
 from ..hostlist import expand_tasks_per_node
@@ -42,7 +43,7 @@ class World:
     rendezvous_seconds: float
     stop_requested: bool = False
     _watch: FailureWatch | None = field(default=None, repr=False)
-    _store: dist.Store | None = field(default=None, repr=False)
+    _store: Store | None = field(default=None, repr=False)
 
     @property
     def rank(self) -> int:
@@ -128,14 +129,14 @@ def init_distributed(
     limit = timedelta(seconds=timeout_seconds)
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore("group", store),
+        store=PrefixStore("group", store),
         rank=env.rank,
         world_size=env.world_size,
         timeout=limit,
         device_id=device if backend == "nccl" else None,
     )
     control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=limit)
-    assert control is not None
+    assert isinstance(control, dist.ProcessGroup)
     world = World(env, device, backend, control, ranks, time.monotonic() - started, _store=store)
     _catch_stop_signal(world)
     if env.world_size > 1:
@@ -145,18 +146,18 @@ def init_distributed(
     return world
 
 
-def _prefixed(store: dist.Store) -> dist.Store:
+def _prefixed(store: Store) -> Store:
     # torchrun keeps one store over its restarts: each attempt needs keys of its own.
-    return dist.PrefixStore(f"ddp_slurm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return PrefixStore(f"ddp_slurm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _connect(env: RankEnv, serve: bool, timeout: timedelta) -> dist.Store:
+def _connect(env: RankEnv, serve: bool, timeout: timedelta) -> Store:
     return _prefixed(
-        dist.TCPStore(env.master_addr, env.master_port, is_master=serve, timeout=timeout, wait_for_workers=False)
+        TCPStore(env.master_addr, env.master_port, is_master=serve, timeout=timeout, wait_for_workers=False)
     )
 
 
-def _join_store(env: RankEnv, own: RankFacts, rendezvous_seconds: float) -> dist.Store:
+def _join_store(env: RankEnv, own: RankFacts, rendezvous_seconds: float) -> Store:
     torchrun_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serve = env.rank == 0 and not torchrun_serves
     try:
@@ -174,7 +175,7 @@ def _join_store(env: RankEnv, own: RankFacts, rendezvous_seconds: float) -> dist
         ) from error
 
 
-def _meet(store: dist.Store, env: RankEnv, own: RankFacts, rendezvous_seconds: float) -> list[RankFacts]:
+def _meet(store: Store, env: RankEnv, own: RankFacts, rendezvous_seconds: float) -> list[RankFacts]:
     """Every rank's facts; rank 0 collects and judges them, so that all ranks raise the same faults."""
     if store.add(f"arrived/{env.rank}", 1) > 1:
         store.set("verdict", json.dumps({"faults": [f"{own.place}: there are two processes of rank {env.rank}"]}))
@@ -194,7 +195,7 @@ def _meet(store: dist.Store, env: RankEnv, own: RankFacts, rendezvous_seconds: f
     return [facts_from_dict(values) for values in verdict["facts"]]
 
 
-def _judge(store: dist.Store, env: RankEnv, rendezvous_seconds: float) -> dict[str, list[object]]:
+def _judge(store: Store, env: RankEnv, rendezvous_seconds: float) -> dict[str, list[object]]:
     keys = [f"facts/{rank}" for rank in range(env.world_size)]
     try:
         store.wait(keys, timedelta(seconds=rendezvous_seconds))
@@ -212,7 +213,7 @@ def _judge(store: dist.Store, env: RankEnv, rendezvous_seconds: float) -> dict[s
     return {"faults": faults, "facts": [facts_to_dict(fact) for fact in facts]}
 
 
-def _acknowledge(store: dist.Store, env: RankEnv) -> None:
+def _acknowledge(store: Store, env: RankEnv) -> None:
     """Rank 0 holds the store: it stays until the others have read the verdict, at most five seconds."""
     try:
         store.add("read", 1)

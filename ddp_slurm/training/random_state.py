@@ -16,12 +16,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
     if "numpy" in sys.modules:
         import numpy as np
 
-        name, keys, *rest = np.random.get_state(legacy=True)
-        state["numpy"] = [
-            str(name),
-            [int(key) for key in keys],
-            *[float(r) if i == 2 else int(r) for i, r in enumerate(rest)],
-        ]
+        name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+        state["numpy"] = [str(name), [int(key) for key in keys], int(position), int(has_gauss), float(cached)]
     return state
 
 

@@ -59,13 +59,13 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise DdpSlurmError(f"TensorBoard metrics need the package tensorboard ({error})") from error
-        self._writer = SummaryWriter(str(folder), purge_step=resumed_step or None)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(folder), purge_step=resumed_step or None)
 
     def __call__(self, record: Record) -> None:
         for name, value in record.items():
             if name not in ("kind", "epoch", "step") and isinstance(value, int | float):
-                self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])  # type: ignore[no-untyped-call]
-        self._writer.flush()  # type: ignore[no-untyped-call]
+                self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+        self._writer.flush()
 
 
 def open_recorder(path: str, resumed_step: int = 0) -> Recorder:

@@ -67,12 +67,13 @@ def _check_same(trainer: Trainer, state: dict[str, Any]) -> None:
     samples = len(trainer.train_data)
     if state["train_samples"] != samples:
         raise SnapshotError(
-            f"the snapshot {_path(trainer)} was made with {state['train_samples']} training samples, now there are {samples}"
+            f"the snapshot {_path(trainer)} was made with {state['train_samples']} training samples, "
+            f"now there are {samples}"
         )
     if state["seed"] != trainer.seed:
         raise SnapshotError(
-            f"the snapshot {_path(trainer)} was made with the seed {state['seed']}, now it is {trainer.seed}: the order of "
-            "the samples would change within the run"
+            f"the snapshot {_path(trainer)} was made with the seed {state['seed']}, now it is {trainer.seed}: the "
+            "order of the samples would change within the run"
         )
 
 

@@ -23,8 +23,8 @@ def seed_of(*parts: object) -> int:
 class BalancedSampler(Sampler[list[int]]):
     """The ``batch_sampler`` of a DataLoader on uneven ranks.
 
-    The epoch's order depends on ``seed`` and epoch only. Step k takes the order's samples k*B to (k+1)*B, with B the sum
-    of ``shares``; each rank takes its share of them, one after another in rank order. The last, incomplete global
+    The epoch's order depends on ``seed`` and epoch only. Step k takes the order's samples k*B to (k+1)*B, with B the
+    sum of ``shares``; each rank takes its share of them, one after another in rank order. The last, incomplete global
     batch is shared out in proportion, so every rank makes the same number of steps; in it, as with a share of 0, a
     rank may get an empty list.
 

@@ -156,7 +156,8 @@ def _check_whole(path: Path, data: bytes) -> None:
         raise SnapshotError(f"{path} is no snapshot of ddp_slurm (a torch file of another program)")
     if content.get("version") != VERSION:
         raise SnapshotError(
-            f"{path} has snapshot version {content.get('version')}, this program reads {VERSION}; use the release that wrote it"
+            f"{path} has snapshot version {content.get('version')}, this program reads {VERSION}; use the release that "
+            "wrote it"
         )
 
 
@@ -171,7 +172,8 @@ def _check_plain(value: object, where: str) -> None:
             _check_plain(item, f"{where}[{i}]")
     elif not (value is None or isinstance(value, Tensor | bool | int | float | str | bytes)):
         raise SnapshotError(
-            f"a snapshot cannot hold {where}: {type(value).__name__}; tensors, numbers, strings, dicts, lists and tuples can"
+            f"a snapshot cannot hold {where}: {type(value).__name__}; tensors, numbers, strings, dicts, lists and "
+            "tuples can"
         )
 
 
@@ -179,6 +181,6 @@ def _broadcast_bytes(data: bytes | None, size: int, group: dist.ProcessGroup | N
     buffer = torch.empty(size, dtype=torch.uint8)
     if data is not None and _rank(group) == 0:
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    for chunk in buffer.split(CHUNK_BYTES):
-        dist.broadcast(chunk, src=0, group=group)
+    for start in range(0, size, CHUNK_BYTES):
+        dist.broadcast(buffer[start : start + CHUNK_BYTES], src=0, group=group)
     return buffer.numpy().tobytes()

@@ -97,7 +97,8 @@ def check_launch(env: RankEnv, environ: Mapping[str, str] = os.environ) -> None:
             f"{place}: the host of rank 0, {env.master_addr!r}, does not resolve here; add it to /etc/hosts or set "
             "MASTER_ADDR to its IP address"
         )
-    if is_loopback(address) and env.node_rank > 0 and environ.get("SLURM_STEP_NUM_NODES", "1") != "1":
+    on_purpose = env.master_addr == "localhost" or is_loopback(env.master_addr)  # all "nodes" on one machine
+    if is_loopback(address) and env.node_rank > 0 and not on_purpose:
         raise LaunchError(
             f"{place}: the host of rank 0, {env.master_addr!r}, resolves to {address} here, which is this host itself; "
             "mend its line in /etc/hosts or set MASTER_ADDR to its address in the network"

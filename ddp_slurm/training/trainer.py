@@ -111,9 +111,8 @@ class Trainer:
             self.model = wrap_model(model, world.device)
         self.vote = StopVote(world.control)
         self.epoch, self.samples_done, self.step = 0, 0, 0
-        self.loss_sums = torch.zeros(
-            2, dtype=torch.float64, device=world.device
-        )  # since the last report: loss, samples
+        # Since the last report: the sum of the losses, and of the samples.
+        self.loss_sums = torch.zeros(2, dtype=torch.float64, device=world.device)
         torch.manual_seed(seed_of(seed, world.rank, "rank"))
 
     def _choose_shares(self, global_batch: int) -> list[int]:
