@@ -34,8 +34,10 @@ if [ -n "$root" ]; then
         fi
     done
 fi
+# With a root also in the machine's /etc: a task may leave the root to run the machine's own Python.
 [ -z "$host" ] || for name in hosts nsswitch.conf; do
-    mount --bind "$etc/$name" "${root:+$etc/root}/etc/$name"
+    mount --bind "$etc/$name" "/etc/$name"
+    [ -z "$root" ] || mount --bind "$etc/$name" "$etc/root/etc/$name"
 done
 [ -z "$root" ] || set -- chroot "$etc/root" env -C "$PWD" -- "$@"
 exec "$@"

@@ -279,11 +279,11 @@ def remove(name: str) -> None:
     with _registry():
         if not folder.exists() and not network.namespaces(_prefix(name)):
             Lab.find(name)  # raises, with the labs that there are
-        # slurmctld's namespace may go last or first: its processes are killed before its name is.
-        for netns in network.namespaces(_prefix(name)):
-            network.remove_namespace(netns)
         if (folder / "lab.json").exists():
             network.remove_link(Lab.find(name).network)
-        shutil.rmtree(folder, ignore_errors=False) if folder.exists() else None
+        for netns in network.namespaces(_prefix(name)):
+            network.remove_namespace(netns)
+        if folder.exists():
+            shutil.rmtree(folder)
         if LABS_FOLDER.exists() and not any(LABS_FOLDER.iterdir()):
             LABS_FOLDER.rmdir()

@@ -144,5 +144,8 @@ def remove_namespace(netns: str) -> None:
 
 def remove_link(network: int) -> None:
     """Remove the machine's link of a lab; its other end vanishes with it."""
-    if link_name(network) in os.listdir("/sys/class/net"):
-        ip("link", "delete", link_name(network))
+    link = link_name(network)
+    done = subprocess.run(["ip", "link", "delete", link], capture_output=True, text=True)
+    # It may be gone already, or go at this moment: the kernel removes a dead namespace's links in the background.
+    if done.returncode and link in os.listdir("/sys/class/net"):
+        raise LabError(f"ip link delete {link}: {done.stderr.strip()}")

@@ -1,0 +1,122 @@
+"""The generated configuration, the rendered job and the training on live daemons of four Slurm releases.
+
+``make test`` runs two of them, ``make test-releases`` (DDP_SLURM_TEST_RELEASES=all) runs all.
+"""
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from ddp_slurm.cluster import Cluster
+from ddp_slurm.lab import Lab
+from ddp_slurm.lab.releases import RELEASES, ReleaseNotAvailable, slurm_root
+from ddp_slurm.options import JobOptions
+from ddp_slurm.plan import make_plan
+from ddp_slurm.render import render_sbatch
+
+CLUSTER = """\
+name: lab
+nodes:
+  - {name: gamma, gpus: {type: titan, count: 1}, cpus: 8, memory: 30G}
+  - {name: beta, gpus: {type: v100, count: 2}, cpus: 16, memory: 120G, features: [cc70, vram32gb]}
+  - {name: alpha, gpus: {type: a100, count: 4}, cpus: 32, memory: 240G, partition: big}
+"""
+CHOSEN = os.environ.get("DDP_SLURM_TEST_RELEASES", "22.05,24.11")
+EXAMPLE = Path(__file__).parents[2] / "cifar10_example"
+pytestmark = pytest.mark.timeout(600)
+
+NOT_ABOUT_THE_FILES = [
+    # The first start of a cluster has no state yet.
+    r"Could not open .* state file .*: No such file or directory", r"NOTE: Trying backup state save file",
+    # Debian builds the plugin and leaves the library out.
+    r"mpi/pmix|pmi/pmix",
+]  # fmt: skip
+FAULT = re.compile(r"error|warning|fatal|deprecated|obsolete|defunct|ignor|unknown|unrecognized|invalid", re.IGNORECASE)
+
+
+@pytest.fixture(scope="module", params=RELEASES if CHOSEN == "all" else CHOSEN.split(","))
+def release_lab(
+    request: pytest.FixtureRequest, needs_lab: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Lab]:
+    """gamma 1, beta 2 and alpha 4 GPUs under each release; its own Slurm or that of another Debian."""
+    try:
+        root = slurm_root(request.param)
+    except ReleaseNotAvailable as reason:
+        pytest.skip(f"Slurm {request.param}: {reason}")
+    file = tmp_path_factory.mktemp("release") / "cluster.yaml"
+    file.write_text(CLUSTER)
+    name = f"test-{os.getpid()}-{request.param.replace('.', '')}"
+    with Lab.up(Cluster.load(file), name, slurm_root=root) as lab:
+        yield lab
+
+
+@pytest.fixture
+def python(release_lab: Lab, tmp_path: Path) -> str:
+    """This interpreter, for ranks in another system's root: there its libraries are missing or too old."""
+    if release_lab.slurm_root is None:
+        return sys.executable
+    # Entering the mount namespace that it is in brings a process out of the chroot.
+    wrapper = tmp_path / "python"
+    wrapper.write_text(
+        f'#!/bin/sh\nexec nsenter --mount=/proc/self/ns/mnt -- env -C "$PWD" {shlex.quote(sys.executable)} "$@"\n'
+    )
+    wrapper.chmod(0o755)
+    return str(wrapper)
+
+
+def script(tmp_path: Path, python: str, *command: str) -> str:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(CLUSTER)
+    options = JobOptions(command=command, python=python, time="5", env={"OMP_NUM_THREADS": "1"})
+    return render_sbatch(make_plan(Cluster.load(file), options))
+
+
+def test_the_daemons_do_not_complain_about_the_files(release_lab: Lab) -> None:
+    """slurmctld, three slurmd and munged have started, and registered all nodes."""
+    assert set(release_lab.status().values()) == {"IDLE"}
+    complaints = [
+        f"{log.name}: {line}"
+        for log in sorted((release_lab.folder / "log").iterdir())
+        for line in log.read_text().splitlines()
+        if FAULT.search(line) and not any(re.search(pattern, line) for pattern in NOT_ABOUT_THE_FILES)
+    ]
+    assert complaints == []
+
+
+RANK = """
+import os, socket
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE NODE_RANK MASTER_ADDR CUDA_VISIBLE_DEVICES".split()
+print("seen:", socket.gethostname(), *(os.environ.get(name) for name in names), flush=True)
+"""
+
+
+def test_a_het_job_is_one_world(release_lab: Lab, tmp_path: Path, python: str, run_job: Callable[..., Any]) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    command = ["python", "-m", "ddp_slurm.run", str(tmp_path / "rank.py")]
+    job = run_job(release_lab, script(tmp_path, python, *command))
+    assert job.state == "COMPLETED", job.output
+    assert sorted(re.findall(r"seen: (.*)", job.output), key=lambda line: int(line.split()[1])) == [
+        "gamma 0 0 7 1 0 gamma 0",
+        *(f"beta {1 + n} {n} 7 2 1 gamma 0,1" for n in range(2)),
+        *(f"alpha {3 + n} {n} 7 4 2 gamma 0,1,2,3" for n in range(4)),
+    ]
+
+
+def test_the_cifar10_example(release_lab: Lab, tmp_path: Path, python: str, run_job: Callable[..., Any]) -> None:
+    images = {
+        f"{split}_{what}": numpy.random.default_rng(0).integers(0, high, size, dtype=numpy.uint8)
+        for split in ("train", "test")
+        for what, high, size in (("images", 256, (56, 32, 32, 3)), ("labels", 10, (56,)))
+    }
+    numpy.savez(tmp_path / "cifar10.npz", **images)
+    command = [str(EXAMPLE / "train.py"), "1", "1", "--data", str(tmp_path / "cifar10.npz"), "--batch-size", "28"]
+    job = run_job(release_lab, script(tmp_path, python, *command))
+    assert job.state == "COMPLETED", job.output
+    assert re.search(r"finished: step 2", job.output)
