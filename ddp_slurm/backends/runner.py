@@ -18,6 +18,7 @@ STOP_GRACE_SECONDS = 5
 LIFELINE_GRACE_SECONDS = 2 * STOP_GRACE_SECONDS
 """The other end of a lifeline needs its own grace and the way back."""
 HEARTBEAT_SECONDS = 5
+POLL_SECONDS = 0.05
 
 PR_SET_PDEATHSIG = 1
 
@@ -118,7 +119,7 @@ async def _watch(child: asyncio.subprocess.Process, process: Process, stop: asyn
     label = process.label.encode()
     pumps = asyncio.gather(_pump(child.stdout, sys.stdout.buffer, label), _pump(child.stderr, sys.stderr.buffer, label))
     heartbeat = asyncio.create_task(_hold_lifeline(child, process.lifeline)) if process.lifeline is not None else None
-    returncode = await child.wait()
+    returncode = await _exit_of(child)
     if heartbeat is not None:
         heartbeat.cancel()
     with contextlib.suppress(ProcessLookupError):
@@ -129,6 +130,13 @@ async def _watch(child: asyncio.subprocess.Process, process: Process, stop: asyn
         ending = f"was killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exited with {returncode}"
         print(f"{process.label}{process.name} {ending}", file=sys.stderr, flush=True)
     return 128 - returncode if returncode < 0 else returncode
+
+
+async def _exit_of(child: asyncio.subprocess.Process) -> int:
+    """Not ``child.wait()``: that also waits for the pipes, which a dead rank's data loaders still hold open."""
+    while child.returncode is None:
+        await asyncio.sleep(POLL_SECONDS)
+    return child.returncode
 
 
 async def _hold_lifeline(child: asyncio.subprocess.Process, line: str) -> None:
@@ -178,6 +186,6 @@ def _signal_group(child: asyncio.subprocess.Process, number: int) -> None:
 
 
 async def _wait(children: list[asyncio.subprocess.Process], seconds: float | None) -> None:
-    running = [asyncio.create_task(child.wait()) for child in children if child.returncode is None]
+    running = [asyncio.create_task(_exit_of(child)) for child in children if child.returncode is None]
     if running:
         await asyncio.wait(running, timeout=seconds)

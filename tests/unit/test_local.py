@@ -1,0 +1,148 @@
+"""The embedded default: the planned ranks as processes of this machine."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .conftest import Command, Stub
+
+REPORT = """
+import json, os, sys
+from dataclasses import asdict
+from ddp_slurm.rank_env import RankEnv
+print(json.dumps({**asdict(RankEnv.from_environ()), "node": os.environ["SLURMD_NODENAME"],
+                  "devices": os.environ.get("CUDA_VISIBLE_DEVICES"), "argv": sys.argv[1:], "a": os.environ.get("A")}))
+"""
+
+
+def reports(done: "subprocess.CompletedProcess[str]") -> list[dict[str, object]]:
+    assert done.returncode == 0, done.stderr
+    return sorted((json.loads(line[line.index("{") :]) for line in done.stdout.splitlines()), key=lambda r: r["rank"])
+
+
+def test_seven_ranks_as_under_slurm(uneven: Path, submit: Command, tmp_path: Path) -> None:
+    (tmp_path / "report.py").write_text(REPORT)
+    done = submit("--backend", "local", "--env", "A=x y", "--", "report.py", "it's", "$(id)",
+                  env={"SLURM_JOB_ID": "9", "SLURM_PROCID": "3", "RANK_IS_NOT_SET": "1"})  # fmt: skip
+    found = reports(done)
+    assert [(r["rank"], r["node"], r["local_rank"], r["local_world_size"], r["node_rank"]) for r in found] == [
+        (0, "gamma", 0, 1, 0), (1, "beta", 0, 2, 1), (2, "beta", 1, 2, 1),
+        (3, "alpha", 0, 4, 2), (4, "alpha", 1, 4, 2), (5, "alpha", 2, 4, 2), (6, "alpha", 3, 4, 2),
+    ]  # fmt: skip
+    assert {(r["world_size"], r["master_addr"], r["a"]) for r in found} == {(7, "127.0.0.1", "x y")}
+    assert len({r["master_port"] for r in found}) == 1
+    assert found[0]["argv"] == ["it's", "$(id)"]
+    labels = sorted(line.split("]")[0] for line in done.stdout.splitlines())
+    assert labels == ["[0 gamma", "[1 beta", "[2 beta", "[3 alpha", "[4 alpha", "[5 alpha", "[6 alpha"]
+
+
+def test_gpus_of_the_machine_are_dealt_out_node_by_node(
+    uneven: Path, submit: Command, tmp_path: Path, stub: Stub
+) -> None:
+    (tmp_path / "report.py").write_text(REPORT)
+    stub("nvidia-smi", 'for i in 0 1 2 3; do echo "GPU $i: NVIDIA X (UUID: GPU-$i)"; done')
+    found = reports(submit("--backend", "local", "--gpus", "3", "--", "report.py"))
+    assert [(r["devices"], r["device_index"]) for r in found] == [("0", 0), ("1,2", 0), ("1,2", 1)]
+    done = submit("--backend", "local", "--", "report.py")
+    assert done.returncode == 2
+    assert "the plan has 7 ranks, this machine has 4 GPUs; use --gpus 4" in done.stderr
+    assert len(reports(submit("--backend", "local", "--", "report.py", env={"CUDA_VISIBLE_DEVICES": ""}))) == 7
+
+
+def test_without_a_cluster_file_it_is_this_machine(submit: Command, tmp_path: Path, stub: Stub) -> None:
+    (tmp_path / "report.py").write_text(REPORT)
+    assert [r["world_size"] for r in reports(submit("--backend", "local", "--", "report.py"))] == [1]
+    assert len(reports(submit("--backend", "local", "--gpus", "2", "--", "report.py"))) == 2
+    stub("nvidia-smi", 'for i in 0 1 2; do echo "GPU $i: NVIDIA X"; done')
+    assert len(reports(submit("--backend", "local", "--", "report.py"))) == 3
+
+
+def is_running(pid: str) -> bool:
+    """A zombie is not: its parent, here init in its own time, has only to take note of it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.fixture
+def child_folder(tmp_path: Path) -> Iterator[Path]:
+    """Ranks write their own and their child's process id here; none may be alive after the test."""
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    yield folder
+    alive = [int(path.name) for path in folder.iterdir() if is_running(path.name)]
+    for pid in alive:
+        os.kill(pid, signal.SIGKILL)
+    assert not alive
+
+
+STAY = """
+import os, pathlib, subprocess, sys, time
+child = subprocess.Popen(["sleep", "600"])
+for pid in (os.getpid(), child.pid):
+    pathlib.Path("pids", str(pid)).touch()
+print("up", flush=True)
+if os.environ["SLURM_PROCID"] == "4" and sys.argv[1:] == ["fail"]:
+    while len(os.listdir("pids")) < 14:
+        time.sleep(0.01)
+    print("rank 4 has a fault", file=sys.stderr)
+    sys.exit(3)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("ignores", ["", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"])
+def test_one_failing_rank_stops_all(
+    uneven: Path, submit: Command, tmp_path: Path, child_folder: Path, ignores: str
+) -> None:
+    (tmp_path / "stay.py").write_text(ignores + STAY)
+    (tmp_path / "tools/sleep").symlink_to("/bin/sleep")
+    done = submit("--backend", "local", "--", "stay.py", "fail")
+    assert done.returncode == 3
+    assert "[4 alpha] rank 4 has a fault" in done.stderr
+    assert "rank 4 on alpha exited with 3" in done.stderr
+    assert "stopping the other 6 ranks" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_interrupted_nothing_is_left(
+    uneven: Path, tmp_path: Path, child_folder: Path, number: signal.Signals, status: int
+) -> None:
+    # killed with SIGKILL itself, it cannot stop its ranks' children; the ranks still end with it
+    text = STAY if number != signal.SIGKILL else STAY.replace('subprocess.Popen(["sleep", "600"])', "os")
+    (tmp_path / "stay.py").write_text(text.replace("child.pid", "os.getpid()") if number == signal.SIGKILL else text)
+    command = [sys.executable, "-m", "ddp_slurm.submit", "--backend", "local", "--", "stay.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as launcher:
+        assert launcher.stdout is not None
+        assert all(b"up" in launcher.stdout.readline() for _ in range(7))
+        launcher.send_signal(number)
+        assert launcher.wait(timeout=30) == status
+        launcher.stdout.read()  # ends when the last rank has closed it
+
+
+def test_a_rank_killed_by_a_signal(uneven: Path, submit: Command, tmp_path: Path) -> None:
+    (tmp_path / "kill.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    done = submit("--backend", "local", "--gpus", "1", "--", "kill.py")
+    assert done.returncode == 137
+    assert "rank 0 on gamma was killed by SIGKILL" in done.stderr
+
+
+def test_long_and_unfinished_lines_are_kept(uneven: Path, submit: Command, tmp_path: Path) -> None:
+    (tmp_path / "long.py").write_text("import sys; sys.stdout.write('x' * 300000 + '\\nend')")
+    done = submit("--backend", "local", "--gpus", "1", "--", "long.py")
+    assert done.stdout == f"[0 gamma] {'x' * 300000}\n[0 gamma] end\n"
+
+
+def test_a_command_that_does_not_exist(uneven: Path, submit: Command) -> None:
+    done = submit("--backend", "local", "--", "no-such-program")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no-such-program: cannot be started: No such file or directory" in done.stderr

@@ -1,0 +1,57 @@
+"""``python -m ddp_slurm.run CMD``: env:// variables for any script."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+HET_STEP = {
+    "SLURM_JOB_ID": "19007", "SLURM_PROCID": "5", "SLURM_LOCALID": "2", "SLURM_NODEID": "2", "SLURM_NTASKS": "7",
+    "SLURM_GTIDS": "3,4,5,6", "SLURM_STEP_NODELIST": "alpha,beta,gamma", "SLURM_HET_SIZE": "3",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "gamma", "SLURM_JOB_NODELIST_HET_GROUP_1": "beta",
+    "SLURM_JOB_NODELIST_HET_GROUP_2": "alpha",
+}  # fmt: skip
+NAMES = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE NODE_RANK MASTER_ADDR MASTER_PORT"
+
+
+def run(*args: str, env: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")} | env
+    command = [sys.executable, "-m", "ddp_slurm.run", *args]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+
+
+def test_the_seven_variables_reach_the_command() -> None:
+    code = f"import os, sys; print(*(os.environ[n] for n in '{NAMES}'.split()), *sys.argv[1:])"
+    done = run(sys.executable, "-c", code, "a b", env=HET_STEP)
+    assert (done.returncode, done.stdout) == (0, "5 2 7 4 2 gamma 10007 a b\n"), done.stderr
+
+
+def test_the_commands_own_status_comes_back() -> None:
+    assert run(sys.executable, "-c", "raise SystemExit(7)", env=HET_STEP).returncode == 7
+
+
+@pytest.mark.parametrize(
+    ("args", "env", "status", "words"),
+    [
+        ([], HET_STEP, 2, "no command"),
+        (["no-such-program"], HET_STEP, 127, "no-such-program: No such file or directory"),
+        (["/etc/passwd"], HET_STEP, 126, "/etc/passwd: Permission denied"),
+        (["true"], {}, 2, "no launcher"),
+        (["true"], {"SLURM_JOB_ID": "3", "SLURM_PROCID": "0"}, 2, "not inside an srun step"),
+        (["true"], {**HET_STEP, "WORLD_SIZE": "7"}, 2, "half a set of torchrun's variables: WORLD_SIZE set"),
+    ],
+)
+def test_what_cannot_be_run(args: list[str], env: dict[str, str], status: int, words: str) -> None:
+    done = run(*args, env=env)
+    assert done.returncode == status
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_it_needs_nothing_but_the_standard_library() -> None:
+    code = (
+        "import sys, ddp_slurm.run; print([m for m in sys.modules if m.split('.')[0] in ('pydantic', 'torch', 'yaml')])"
+    )
+    assert subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": os.getcwd()}).stdout in ("[]\n",)  # fmt: skip
