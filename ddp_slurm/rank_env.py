@@ -5,6 +5,7 @@ srun step; an srun step over the components of a heterogeneous job. Standard lib
 """
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -48,7 +49,7 @@ class RankEnv:
         """
         env = os.environ if environ is None else environ
         # MASTER_ADDR and MASTER_PORT alone are a user's choice for a Slurm step, not a sign of torchrun.
-        if any(name in env for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")):
+        if any(name in env for name in (*ENV_VARIABLES[:4], "GROUP_RANK")):
             return cls._from_env_variables(env)
         if "SLURM_PROCID" in env and "SLURM_STEP_NODELIST" in env:
             return cls._from_slurm_step(env)
@@ -139,12 +140,11 @@ def _host_of_rank_0(env: Mapping[str, str]) -> str:
     """Host names of a heterogeneous step come sorted; only the per-component lists say where rank 0 runs."""
     step_hosts = expand_hostlist(env["SLURM_STEP_NODELIST"])
     for group in range(_int(env, "SLURM_HET_SIZE") if "SLURM_HET_SIZE" in env else 0):
-        hosts = env.get(f"SLURM_JOB_NODELIST_HET_GROUP_{group}") or env.get(
-            f"SLURM_JOB_NODELIST_PACK_GROUP_{group}", ""
-        )
-        first = expand_hostlist(hosts)[0] if hosts else ""
-        if first in step_hosts:  # a step may leave the first components out
-            return first
+        old_name = f"SLURM_JOB_NODELIST_PACK_GROUP_{group}"
+        hosts = env.get(old_name) or _text(env, f"SLURM_JOB_NODELIST_HET_GROUP_{group}")
+        for host in expand_hostlist(hosts):
+            if host in step_hosts:  # a step may leave the first components out
+                return host
     return step_hosts[0]
 
 
@@ -164,7 +164,7 @@ def _text(env: Mapping[str, str], name: str) -> str:
 
 def _int(env: Mapping[str, str], name: str) -> int:
     text = _text(env, name)
-    if not (text.isascii() and text.isdigit()):
+    if not re.fullmatch("[0-9]{1,10}", text):  # int() would take blanks, signs and other alphabets' digits too
         raise LaunchError(f"{name}={text!r} is not a whole number >= 0")
     return int(text)
 

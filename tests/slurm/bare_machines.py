@@ -63,7 +63,9 @@ def bare_root() -> tuple[Path, Path]:
         draft = Path(folder) / "root"
         made = _quiet(["debootstrap", "--variant=minbase", "--include=openssh-server,iproute2", SUITE, str(draft)])
         if made.returncode != 0:
-            pytest.skip(f"bare Debian machines: debootstrap cannot fetch {SUITE}: {made.stdout.strip().splitlines()[-1:]}")
+            pytest.skip(
+                f"bare Debian machines: debootstrap cannot fetch {SUITE}: {made.stdout.strip().splitlines()[-1:]}"
+            )
         fetched = Path(folder) / "packages"
         _fetch_packages(draft, fetched)
         os.rename(fetched, packages)

@@ -87,7 +87,9 @@ def make_lab(needs_lab: None, tmp_path: Path) -> Iterator[Callable[..., Lab]]:
 @pytest.fixture
 def clean_environ() -> dict[str, str]:
     """This process's environment without what another job or launcher left in it."""
-    launcher = re.compile(r"S(LURM|BATCH|RUN|QUEUE|CONTROL)_|DDP_SLURM_|(LOCAL_|WORLD_|MASTER_|GROUP_|NODE_)?(RANK|SIZE|ADDR|PORT)$")
+    launcher = re.compile(
+        r"S(LURM|BATCH|RUN|QUEUE|CONTROL)_|DDP_SLURM_|(LOCAL_|WORLD_|MASTER_|GROUP_|NODE_)?(RANK|SIZE|ADDR|PORT)$"
+    )
     return {name: value for name, value in os.environ.items() if not launcher.match(name)}
 
 

@@ -38,7 +38,11 @@ def residue(name: str) -> list[str]:
     """Everything of a lab that can be seen on the machine: files, namespaces, mounts, links and processes."""
     found = [str(path) for path in LABS_FOLDER.glob(f"{name}/**/*")]
     found += network.namespaces(f"ddplab.{name}.")
-    found += [line for line in Path("/proc/self/mounts").read_text().splitlines() if f"/{name}/" in line or f".{name}." in line]
+    found += [
+        line
+        for line in Path("/proc/self/mounts").read_text().splitlines()
+        if f"/{name}/" in line or f".{name}." in line
+    ]
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_text().replace("\0", " ")
@@ -83,7 +87,7 @@ def test_nodes_resolve_each_other_without_dns_and_clients_work_inside_them(live_
 
 
 def test_batch_script_can_requeue_its_job(live_lab, run_job):
-    script = "#!/bin/bash\necho run ${SLURM_RESTART_COUNT:-0}\n[ -n \"$SLURM_RESTART_COUNT\" ] || scontrol requeue $SLURM_JOB_ID\n"
+    script = '#!/bin/bash\necho run ${SLURM_RESTART_COUNT:-0}\n[ -n "$SLURM_RESTART_COUNT" ] || scontrol requeue $SLURM_JOB_ID\n'
     job = run_job(live_lab, script, "--requeue", "--open-mode=append", "--mem=1G")
     assert (job.state, job.output.splitlines()) == ("COMPLETED", ["run 0", "run 1"])
 
@@ -138,7 +142,15 @@ def test_a_killed_node_takes_its_ranks_along_and_goes_down(make_lab, tmp_path):
     assert states_of(lab, "b", "IDLE") == "IDLE"
 
 
-STAGES = ["_record", "make_switch", "make_node", "write_configuration", "start_munged", "start_slurmctld", "start_slurmd"]
+STAGES = [
+    "_record",
+    "make_switch",
+    "make_node",
+    "write_configuration",
+    "start_munged",
+    "start_slurmctld",
+    "start_slurmd",
+]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -178,7 +190,9 @@ def test_down_manages_without_its_record_and_with_half_made_namespaces(make_lab)
 
 def test_a_job_and_its_runaway_children_end_with_the_lab(make_lab, tmp_path, clean_environ):
     lab = make_lab(TWO_NODES)
-    (tmp_path / "job.sh").write_text("#!/bin/bash\nsetsid nohup sleep 1000 &\nsetsid sleep 1000 &\necho $$ > started\nsleep 1000\n")
+    (tmp_path / "job.sh").write_text(
+        "#!/bin/bash\nsetsid nohup sleep 1000 &\nsetsid sleep 1000 &\necho $$ > started\nsleep 1000\n"
+    )
     lab.run(["sbatch", "-wb", "job.sh"], env=clean_environ, cwd=tmp_path, check=True, capture_output=True)
     give_up = time.monotonic() + 60
     while not (tmp_path / "started").exists() and time.monotonic() < give_up:

@@ -1,0 +1,227 @@
+"""RankEnv over environments recorded from real steps (tests/slurm/record_environments.py) and over faulty ones."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_slurm.rank_env import FIRST_PORT, PORT_COUNT, LaunchError, RankEnv, port_of_job
+
+ENVIRONMENTS = Path(__file__).parent / "environments"
+RELEASES = ("20.11", "22.05", "24.11", "26.05")
+
+UNEVEN = [("gamma", 1), ("beta1", 2), ("alpha", 4)]
+WORLDS = {
+    "het_1_2_4": UNEVEN,
+    "het_gpus_per_task": UNEVEN,
+    "het_two_node_component": [("gamma", 1), ("beta1", 2), ("beta2", 2), ("alpha", 4)],
+    "het_two_nodes_first": [("beta1", 2), ("beta2", 2), ("gamma", 1)],
+    "homogeneous": [("beta1", 2), ("beta2", 2)],
+    "homogeneous_gpus_per_task": [("beta1", 2), ("beta2", 2)],
+}
+"""Recording -> hosts and tasks on each, in the order of ranks. It is never the order of names."""
+
+TORCHRUN = {
+    "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "2",
+    "MASTER_ADDR": "fd00::5", "MASTER_PORT": "29500",
+}  # fmt: skip
+
+
+def recorded(name: str, release: str) -> tuple[list[dict[str, str]], dict[str, str]]:
+    """The environments of all tasks in the order of ranks, and of the batch shell; HOST is the task's uname -n."""
+    data = json.loads((ENVIRONMENTS / f"{name}.{release}.json").read_text())
+    return [{**data["common"], **task} for task in data["tasks"]], data["batch"]
+
+
+@pytest.fixture
+def step() -> dict[str, str]:
+    """A task of a heterogeneous step: rank 4 of 7, the second on alpha."""
+    return recorded("het_1_2_4", "22.05")[0][4]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("name", WORLDS)
+def test_recorded_steps(name, release):
+    tasks, _ = recorded(name, release)
+    world = WORLDS[name]
+    expected = [
+        (host, node_rank, local_rank, count)
+        for node_rank, (host, count) in enumerate(world)
+        for local_rank in range(count)
+    ]
+    assert len(tasks) == len(expected)
+    one_device_each = "gpus_per_task" in name and release != "20.11"  # that release binds nothing
+    for rank, (env, (host, node_rank, local_rank, count)) in enumerate(zip(tasks, expected, strict=True)):
+        assert env["HOST"] == host
+        assert RankEnv.from_environ(env) == RankEnv(
+            rank=rank,
+            local_rank=local_rank,
+            world_size=len(expected),
+            local_world_size=count,
+            node_rank=node_rank,
+            master_addr=world[0][0],
+            master_port=10_000 + int(tasks[0]["SLURM_JOB_ID"]),
+            device_index=0 if one_device_each else local_rank,
+        )
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("name", WORLDS)
+def test_recorded_batch_shells_are_refused(name, release):
+    _, batch = recorded(name, release)
+    assert batch["SLURM_PROCID"] == "0"  # it looks like rank 0
+    with pytest.raises(LaunchError, match=f"not inside an srun step.*job {batch['SLURM_JOB_ID']}.*srun python -m"):
+        RankEnv.from_environ(batch)
+
+
+def test_outside_any_launcher():
+    with pytest.raises(LaunchError, match=r"no launcher.*Start it with"):
+        RankEnv.from_environ({"PATH": "/bin", "MASTER_PORT": "1234"})
+
+
+def test_the_users_master_wins_in_a_step(step):
+    env = RankEnv.from_environ({**step, "MASTER_PORT": "12345", "MASTER_ADDR": "10.0.0.7"})
+    assert (env.rank, env.master_addr, env.master_port) == (4, "10.0.0.7", 12345)
+    assert RankEnv.from_environ({**step, "MASTER_PORT": "12345"}).master_addr == "gamma"
+
+
+def test_torchruns_variables_win_whole(step):
+    alone = RankEnv.from_environ(TORCHRUN)
+    assert alone == RankEnv(5, 1, 6, 2, 2, "fd00::5", 29500, 1)
+    inside = {name: value for name, value in step.items() if name != "CUDA_VISIBLE_DEVICES"}
+    assert RankEnv.from_environ({**inside, **TORCHRUN}) == alone
+
+
+@pytest.mark.parametrize("name", TORCHRUN)
+@pytest.mark.parametrize("slurm", [True, False])
+def test_half_a_set_of_torchruns_variables(step, slurm, name):
+    env = {**(step if slurm else {}), **TORCHRUN}
+    del env[name]
+    missing = "NODE_RANK" if name == "GROUP_RANK" else name
+    with pytest.raises(LaunchError, match=rf"half a set.*\b{missing} missing"):
+        RankEnv.from_environ(env)
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"])
+def test_one_of_torchruns_variables_in_a_step(step, name):
+    with pytest.raises(LaunchError, match=rf"half a set of torchrun's variables: {name} set"):
+        RankEnv.from_environ({**step, name: "1"})
+
+
+def test_node_rank_serves_where_group_rank_is_missing():
+    env = {**TORCHRUN, "NODE_RANK": TORCHRUN["GROUP_RANK"]}
+    del env["GROUP_RANK"]
+    assert RankEnv.from_environ(env) == RankEnv.from_environ(TORCHRUN)
+
+
+def test_what_is_set_for_env_scripts_reads_back(step):
+    env = RankEnv.from_environ(step)
+    assert env.env_variables() == {
+        "RANK": "4", "LOCAL_RANK": "1", "WORLD_SIZE": "7", "LOCAL_WORLD_SIZE": "4", "NODE_RANK": "2",
+        "MASTER_ADDR": "gamma", "MASTER_PORT": "10001",
+    }  # fmt: skip
+    assert RankEnv.from_environ({**step, **env.env_variables()}) == env
+
+
+@pytest.mark.parametrize("value", ["", "x", "-1", "+4", " 4", "4(x2)", "4.0", "1_0", "٤", "9" * 5000, "0x4", "4\n"])
+@pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NODEID", "SLURM_JOB_ID"])
+def test_bad_numbers_in_a_step(step, name, value):
+    with pytest.raises(LaunchError, match=re.escape(f"{name}={value!r} is not a whole number")):
+        RankEnv.from_environ({**step, name: value})
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_PORT"])
+@pytest.mark.parametrize("value", ["", "two", "-1"])
+def test_bad_numbers_from_torchrun(name, value):
+    with pytest.raises(LaunchError, match=re.escape(f"{name}={value!r} is not a whole number")):
+        RankEnv.from_environ({**TORCHRUN, name: value})
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "70000"])
+def test_bad_ports(step, port):
+    with pytest.raises(LaunchError, match=f"MASTER_PORT={port} is not a port"):
+        RankEnv.from_environ({**step, "MASTER_PORT": port})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"RANK": "6"}, {"LOCAL_RANK": "2"}, {"WORLD_SIZE": "5"}, {"LOCAL_WORLD_SIZE": "7"}, {"GROUP_RANK": "6"},
+        {"WORLD_SIZE": "0"},
+    ],
+)  # fmt: skip
+def test_numbers_that_contradict_each_other(change):
+    with pytest.raises(LaunchError, match="contradict each other"):
+        RankEnv.from_environ({**TORCHRUN, **change})
+
+
+def test_empty_master_from_torchrun():
+    with pytest.raises(LaunchError, match="MASTER_ADDR is empty"):
+        RankEnv.from_environ({**TORCHRUN, "MASTER_ADDR": ""})
+
+
+@pytest.mark.parametrize("name", ["SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_JOB_ID"])
+def test_a_step_with_a_variable_missing(step, name):
+    del step[name]
+    with pytest.raises(LaunchError, match=f"{name} is not set, though this is an srun step"):
+        RankEnv.from_environ(step)
+
+
+def without_old_names(env: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if "_PACK_GROUP_" not in name}
+
+
+def test_components_under_either_name(step):
+    assert RankEnv.from_environ(without_old_names(step)).master_addr == "gamma"
+    old = {name: value for name, value in step.items() if "_HET_GROUP_" not in name}
+    assert RankEnv.from_environ(old).master_addr == "gamma"
+
+
+def test_no_guess_where_the_components_hosts_are_unknown(step):
+    env = without_old_names(step)
+    del env["SLURM_JOB_NODELIST_HET_GROUP_0"]
+    with pytest.raises(LaunchError, match="SLURM_JOB_NODELIST_HET_GROUP_0 is not set"):
+        RankEnv.from_environ(env)
+
+
+@pytest.mark.parametrize(
+    ("step_hosts", "master"),
+    [("alpha,beta1", "beta1"), ("alpha", "alpha"), ("alpha,gamma", "gamma"), ("elsewhere", "elsewhere")],
+)
+def test_a_step_over_some_components_only(step, step_hosts, master):
+    assert RankEnv.from_environ({**step, "SLURM_STEP_NODELIST": step_hosts}).master_addr == master
+
+
+def test_a_step_over_the_end_of_a_component():
+    env = recorded("het_two_node_component", "22.05")[0][3]
+    assert RankEnv.from_environ({**env, "SLURM_STEP_NODELIST": "alpha,beta2"}).master_addr == "beta2"
+
+
+@pytest.mark.parametrize(
+    ("visible", "index"),
+    [(None, 1), ("", 1), ("0,1,2,3", 1), ("2", 0), ("GPU-1c9f", 0), ("MIG-a,MIG-b,MIG-c,MIG-d", 1), ("4,5,6,7", 1)],
+)
+def test_device_index(step, visible, index):
+    env = {name: value for name, value in step.items() if name != "CUDA_VISIBLE_DEVICES"}
+    if visible is not None:
+        env["CUDA_VISIBLE_DEVICES"] = visible
+    assert RankEnv.from_environ(env).device_index == index
+
+
+@given(st.integers(0, 2**32))
+def test_ports_are_free_of_daemons_and_ephemeral_ones(job_id):
+    assert FIRST_PORT == 10_000
+    assert 10_000 <= port_of_job(job_id) < 29_000
+    assert port_of_job(job_id) != port_of_job(job_id + 1)
+    assert port_of_job(job_id) == port_of_job(job_id + PORT_COUNT)
+
+
+def test_os_environ_is_the_default(step, monkeypatch):
+    for name, value in {**step, "MASTER_PORT": "23456"}.items():
+        monkeypatch.setenv(name, value)
+    for name in TORCHRUN.keys() - {"MASTER_PORT"}:
+        monkeypatch.delenv(name, raising=False)
+    assert RankEnv.from_environ().master_port == 23456
