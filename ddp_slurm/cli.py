@@ -5,7 +5,10 @@ from typing import Annotated
 import typer
 
 from . import __version__, console
+from .admin import commands as admin
+from .discover import discover_command
 from .job import Request, plan_request
+from .lab import commands as lab
 from .submit import submit, takes_job_options
 
 
@@ -32,6 +35,9 @@ def make_app() -> typer.Typer:
 
     for command in (submit, plan):
         app.command(context_settings={"allow_interspersed_args": False})(command)
+    app.command("discover")(discover_command)
+    app.add_typer(admin.app, name="cluster")
+    app.add_typer(lab.app, name="lab")
     return app
 
 
