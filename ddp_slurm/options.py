@@ -3,10 +3,11 @@
 import re
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator
 
+from .containers import Container, Mount
 from .errors import DdpSlurmError
 from .fields import (
     MEMORY_FORM,
@@ -112,6 +113,16 @@ def _sbatch_options(value: Any) -> Any:
     return [SbatchOption.parse(item) if isinstance(item, str) else item for item in _list(value)]
 
 
+def _mounts(value: Any) -> Any:
+    return [Mount.parse(item) for item in _list(value)]
+
+
+def _launcher(value: Any) -> Any:
+    if value not in ("srun", "torchrun"):
+        raise ValueError(f"{value!r} is not a launcher; srun and torchrun are")
+    return value
+
+
 def _node_list(value: Any) -> tuple[str, ...]:
     return tuple(expand_hostlist(one_line(value))) if isinstance(value, str) else tuple(value)
 
@@ -147,7 +158,9 @@ class JobOptions(Schema):
         description="send the ranks SIGUSR2 this many seconds before the time limit: they save a snapshot and stop",
     )
     max_restarts: WholeNumber = Field(
-        0, description="requeue the job at most N times: after a stop at the time limit, or after a node failed"
+        0,
+        description="requeue the job at most N times: after a stop at the time limit, or after a node failed; with "
+        "torchrun also: start the ranks again at most N times after one of them failed",
     )
     env: Annotated[dict[EnvName, PlainText], BeforeValidator(_key_values)] = Field(
         {}, description="NAME=VALUE, a variable for the ranks; can be repeated"
@@ -158,6 +171,19 @@ class JobOptions(Schema):
     python: PlainText | None = Field(None, description="the interpreter that 'python' in the command stands for")
     conda_env: PlainText | None = Field(None, description="conda environment to activate, a name or a path")
     venv: PlainText | None = Field(None, description="virtual environment to use, the folder that holds bin/python")
+    launcher: Annotated[Literal["srun", "torchrun"], BeforeValidator(_launcher)] = Field(
+        "srun", description="what starts the ranks of a Slurm job: srun, one task a GPU, or torchrun, one a node"
+    )
+    container: Annotated[Container, BeforeValidator(Container.parse)] | None = Field(
+        None,
+        description="ENGINE:IMAGE to run in; under Slurm pyxis or apptainer, without it docker or apptainer",
+    )
+    mount: Annotated[tuple[Mount, ...], BeforeValidator(_mounts)] = Field(
+        (), description="SOURCE[:TARGET[:ro]] to mount in the container besides the working folder; can be repeated"
+    )
+    container_network: Word | None = Field(
+        None, description="docker's overlay network that joins the nodes' containers; default the nodes' own network"
+    )
     global_batch_size: PositiveNumber | None = Field(
         None, description="samples of one optimizer step over all ranks; the same update however it is shared out"
     )
@@ -177,12 +203,13 @@ class JobOptions(Schema):
         return value
 
     def merged_with(self, other: "JobOptions") -> "JobOptions":
-        """These options under the ``other`` ones; env, setup and sbatch add up."""
+        """These options under the ``other`` ones; env, setup, mount and sbatch add up."""
         given = {name: getattr(other, name) for name in other.model_fields_set}
         added = {
             "env": {**self.env, **other.env},
             "setup": self.setup + other.setup,
             "sbatch": self.sbatch + other.sbatch,
+            "mount": self.mount + other.mount,
         }
         return self.model_copy(update={**given, **added})
 
@@ -196,8 +223,24 @@ class JobOptions(Schema):
             raise OptionsError(
                 f"--balance {self.balance} needs --global-batch-size, the number of samples to share out"
             )
+        if self.container is None and (self.mount or self.container_network):
+            raise OptionsError("--mount and --container-network need --container, which they are about")
+        if self.container_network and self.container and self.container.engine != "docker":
+            raise OptionsError(f"--container-network is docker's; {self.container.engine} uses the nodes' own network")
+        if self.container is not None and (self.conda_env or self.venv):
+            raise OptionsError("--conda-env and --venv are the node's; a container has its own Python: give --python")
+        if self.launcher == "torchrun" and self.signal_seconds is not None:
+            raise OptionsError(
+                "--signal-seconds does not go with --launcher torchrun: the signal ends torchrun itself, and the ranks "
+                "with it, before they can save a snapshot; use --launcher srun"
+            )
         if self.signal_seconds is not None and self.time is None:
             raise OptionsError("--signal-seconds needs --time, the limit that it comes before")
+
+    @property
+    def interpreter(self) -> str:
+        """What ``python`` stands for."""
+        return str(Path(self.python).expanduser()) if self.python else "python3"
 
     @property
     def task_command(self) -> tuple[str, ...]:
@@ -205,7 +248,7 @@ class JobOptions(Schema):
         if not self.command:
             return ()
         first, rest = self.command[0], self.command[1:]
-        interpreter = str(Path(self.python).expanduser()) if self.python else "python3"
+        interpreter = self.interpreter
         if first in ("python", "python3"):
             return (interpreter if self.python else first, *rest)
         return (interpreter, *self.command) if first.endswith(".py") else self.command

@@ -3,6 +3,8 @@
 import inspect
 import os
 import re
+import sys
+import time
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -10,13 +12,15 @@ from typing import Annotated, Any
 
 import typer
 
-from . import console
-from .backends import local, sbatch
+from . import console, jobs
+from .backends import local, sbatch, torchrun
 from .files import write_whole
-from .job import Request, plan_request
+from .foreground import run_and_keep
+from .job import DEFAULT_CLUSTER, Request, plan_request
 from .options import JobOptions, OptionsError
 from .plan import Plan
 from .render import render_sbatch
+from .runs import keep_run, make_runs_folder, runs_folder
 
 
 class Backend(str, Enum):
@@ -24,6 +28,8 @@ class Backend(str, Enum):
 
     auto = "auto"
     sbatch = "sbatch"
+    submitit = "submitit"
+    torchrun = "torchrun"
     local = "local"
 
 
@@ -66,7 +72,7 @@ def _option(name: str, kind: Any, text: str) -> inspect.Parameter:
 
 
 def _is_repeated(name: str) -> bool:
-    return name in ("env", "setup", "sbatch")
+    return name in ("env", "setup", "sbatch", "mount")
 
 
 def _help(name: str) -> str:
@@ -79,7 +85,11 @@ def _help(name: str) -> str:
 def submit(
     request: Request,
     backend: Annotated[
-        Backend, typer.Option(help="auto: sbatch where it is on PATH, else the ranks run on this machine")
+        Backend,
+        typer.Option(
+            help="auto: sbatch where it is on PATH, else the ranks run on this machine; submitit: through submitit, "
+            "the exit status of each rank as its result; torchrun: on the nodes of cluster.yaml over ssh, without Slurm"
+        ),
     ] = Backend.auto,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print what would be submitted, and submit nothing")
@@ -87,31 +97,69 @@ def submit(
     script: Annotated[
         Path | None, typer.Option(help="write the job script to this file, for sbatch, and submit nothing")
     ] = None,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow", help="stay: the state, then the log on stderr, until the job ends; Ctrl-C detaches, and ends nothing"
+        ),
+    ] = False,
 ) -> None:
     """Train on all GPUs of the cluster: plan the job, render it and start it. Prints the job's id on stdout."""
     if script is not None:
-        if backend is Backend.local:
-            raise OptionsError("--script writes an sbatch script; it does not go with --backend local")
+        if backend not in (Backend.auto, Backend.sbatch):
+            raise OptionsError(f"--script writes an sbatch script; it does not go with --backend {backend.value}")
         _write_script(plan_request(request), script)
         return
     chosen = _choose(backend, dry_run)
+    if chosen is Backend.torchrun and request.cluster is None and not DEFAULT_CLUSTER.exists():
+        raise OptionsError("--backend torchrun needs a cluster.yaml with the machines, here or by --cluster FILE")
     plan = plan_request(request, local=chosen is Backend.local)
     if not plan.options.command:
         raise OptionsError("no command: put what every rank runs after --, as in: -- python train.py")
-    if chosen is Backend.local:
+    if chosen in (Backend.local, Backend.torchrun):
+        place = local if chosen is Backend.local else torchrun
+        text = place.describe(plan)
         if dry_run:
-            print(local.describe(plan), end="")
+            print(text, end="")
             return
-        raise SystemExit(local.run(plan))
+        raise SystemExit(
+            run_and_keep(plan, backend=chosen.value, script=text, run=place.run, cluster_file=_cluster_file(request))
+        )
     plan = with_log_path(plan, make_folder=not dry_run)
-    text = render_sbatch(plan)
+    _submit_to_slurm(plan, chosen, _cluster_file(request), dry_run=dry_run, follow=follow)
+
+
+def _cluster_file(request: Request) -> Path | None:
+    return request.cluster or (DEFAULT_CLUSTER if DEFAULT_CLUSTER.exists() else None)
+
+
+def _submit_to_slurm(plan: Plan, backend: Backend, cluster_file: Path | None, *, dry_run: bool, follow: bool) -> None:
+    runs = runs_folder(plan.options.output)
+    if backend is Backend.submitit:
+        from .backends.submitit import CommandJob
+
+        job = CommandJob(plan, runs, cluster_file)
+        text, start = job.script, job.submit
+    else:
+        text = render_sbatch(plan, runs)
+
+        def start() -> str:
+            now = time.time()
+            job_id = sbatch.submit(text)
+            keep_run(plan, runs=runs, job_id=job_id, backend="sbatch", script=text, cluster_file=cluster_file,
+                     submitted_at=now)  # fmt: skip
+            return job_id
+
     if dry_run:
         print(text, end="")
         return
+    make_runs_folder(runs)
     console.say(f"{plan.world_size} ranks on {plan.node_count} nodes in {len(plan.components)} components")
-    job_id = sbatch.submit(text)
+    job_id = start()
     console.say(f"submitted; the log is {plan.options.output.replace('%x', plan.name).replace('%j', job_id)}")
-    print(job_id)
+    print(job_id, flush=True)
+    if follow:
+        raise SystemExit(jobs.follow(jobs.Job.find(job_id, runs), sys.stderr))
 
 
 def _choose(backend: Backend, dry_run: bool) -> Backend:
@@ -120,7 +168,7 @@ def _choose(backend: Backend, dry_run: bool) -> Backend:
             return Backend.sbatch
         console.say("no sbatch on PATH: the ranks run on this machine (--backend local)")
         return Backend.local
-    if backend is Backend.sbatch and not dry_run and not sbatch.is_available():
+    if backend in (Backend.sbatch, Backend.submitit) and not dry_run and not sbatch.is_available():
         raise sbatch.SubmitError(
             "no sbatch on PATH: is this a login node of the cluster? Without Slurm use --backend local"
         )

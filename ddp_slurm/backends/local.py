@@ -45,6 +45,9 @@ def step_processes(plan: Plan, environ: Mapping[str, str]) -> Iterator[Process]:
 
     Raises LocalError where the machine has GPUs, but fewer than the plan.
     """
+    for option, value in (("container", plan.options.container), ("launcher", plan.options.launcher == "torchrun")):
+        if value:
+            raise LocalError(f"--{option} does not go with --backend local, which starts the ranks itself")
     devices = visible_gpus()
     if devices and len(devices) < plan.world_size:
         raise LocalError(
