@@ -91,7 +91,9 @@ class Hosts:
 @pytest.fixture
 def make_hosts(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
     """``make_hosts("gamma", "beta")``: these machines, gone at the end of the test."""
-    if os.geteuid() != 0 or not all(shutil.which(p, path="/usr/sbin:/usr/bin:/sbin:/bin") for p in ("ip", "sshd", "ssh")):
+    if os.geteuid() != 0 or not all(
+        shutil.which(p, path="/usr/sbin:/usr/bin:/sbin:/bin") for p in ("ip", "sshd", "ssh")
+    ):
         pytest.skip("machines in network namespaces need root, iproute2 and openssh-server")
     switches: list[str] = []
     links: list[int] = []
@@ -121,7 +123,9 @@ def _start(folder: Path, switch: str, prefix: str, names: Sequence[str]) -> Host
     for key in ("host_key", "user_key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
     public = (folder / "host_key.pub").read_text().split()
-    (folder / "known_hosts").write_text("".join(f"{address} {public[0]} {public[1]}\n" for address in addresses.values()))
+    (folder / "known_hosts").write_text(
+        "".join(f"{address} {public[0]} {public[1]}\n" for address in addresses.values())
+    )
     (folder / "ssh_config").write_text(SSH_CONFIG.format(folder=folder))
     (folder / "bin").mkdir()
     client = folder / "bin" / "ssh"

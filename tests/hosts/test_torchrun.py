@@ -23,9 +23,114 @@ def submit(hosts: Hosts, cluster: Path, *words: str) -> list[str]:
 def test_uneven_machines_train_to_the_end(make_hosts: MakeHosts, tmp_path: Path, gpus: dict[str, int]) -> None:
     hosts = make_hosts(*sorted(gpus))
     command = submit(
-        hosts, hosts.cluster_yaml(gpus), "--global-batch-size", "64", "--", "python", TRAIN, "1", "1", "--samples", "256"
+        hosts,
+        hosts.cluster_yaml(gpus),
+        "--global-batch-size",
+        "64",
+        "--",
+        "python",
+        TRAIN,
+        "1",
+        "1",
+        "--samples",
+        "256",
     )
     done = subprocess.run(command, env=hosts.environ, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[" + next(iter(gpus)) + "]" in done.stdout
     assert "finished: step" in done.stdout
+
+
+STAND_IN = """#!/bin/bash
+# A stand-in for Python: says what it was given, then does what the test asks of this machine.
+printf '%s\\n' "$HOSTNAME $*"
+exec {folder}/do "$HOSTNAME"
+"""
+
+
+@pytest.fixture
+def two_hosts(make_hosts: MakeHosts, tmp_path: Path) -> Callable[[str], tuple[Hosts, list[str]]]:
+    """``two_hosts(script)``: two machines and the command that runs the script, with the machine's name, on both."""
+
+    def make(script: str) -> tuple[Hosts, list[str]]:
+        hosts = make_hosts("alpha", "beta")
+        for name, text in (("python", STAND_IN.format(folder=tmp_path)), ("do", f"#!/bin/bash\n{script}\n")):
+            (tmp_path / name).write_text(text)
+            (tmp_path / name).chmod(0o755)
+        cluster = hosts.cluster_yaml({"alpha": 1, "beta": 2})
+        return hosts, submit(hosts, cluster, "--python", str(tmp_path / "python"), "--", "python", "x.py")
+
+    return make
+
+
+def wait_until_both_run(process: "subprocess.Popen[str]") -> list[str]:
+    assert process.stdout is not None
+    lines: list[str] = []
+    while sum("running" in line for line in lines) < 2:
+        line = process.stdout.readline()
+        assert line, "".join(lines)
+        lines.append(line)
+    return lines
+
+
+def wait_until_nothing_runs(hosts: Hosts) -> None:
+    give_up = time.monotonic() + 60
+    while left := hosts.processes("alpha") + hosts.processes("beta"):
+        assert time.monotonic() < give_up, left
+        time.sleep(0.05)
+
+
+def test_one_torchrun_a_node_and_one_failure_ends_all(two_hosts: Callable[[str], tuple[Hosts, list[str]]]) -> None:
+    hosts, command = two_hosts('[ "$1" = beta ] && { echo broken >&2; exit 7; }; (trap "" TERM; sleep 1000)')
+    done = subprocess.run(command, env=hosts.environ, capture_output=True, text=True)
+    assert done.returncode == 7, done.stderr
+    assert "[alpha] alpha -m torch.distributed.run --nnodes=2 --nproc-per-node=1 --node-rank=0 " in done.stdout
+    assert "[beta]  beta -m torch.distributed.run --nnodes=2 --nproc-per-node=2 --node-rank=1 " in done.stdout
+    assert f"--master-addr={hosts.addresses['alpha']} --master-port=" in done.stdout
+    assert "[beta]  broken\n[beta]  torchrun on beta exited with 7\nstopping the other 1 nodes\n" in done.stderr
+    wait_until_nothing_runs(hosts)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_nothing_stays_on_the_machines(
+    two_hosts: Callable[[str], tuple[Hosts, list[str]]], number: signal.Signals, status: int
+) -> None:
+    hosts, command = two_hosts("sleep 1000 & echo running; sleep 1000")
+    process = subprocess.Popen(command, env=hosts.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_until_both_run(process)
+    process.send_signal(number)
+    assert process.wait() == status
+    wait_until_nothing_runs(hosts)
+    process.communicate()
+
+
+def test_a_machine_that_is_not_there_ends_the_run(two_hosts: Callable[[str], tuple[Hosts, list[str]]]) -> None:
+    hosts, command = two_hosts("sleep 1000")
+    hosts.kill("beta")
+    (hosts.folder / "bin" / "ssh").write_text(
+        (hosts.folder / "bin" / "ssh").read_text().replace("-F", "-oConnectTimeout=1 -F")
+    )
+    done = subprocess.run(command, env=hosts.environ, capture_output=True, text=True)
+    assert done.returncode == 255
+    assert f"[beta]  ssh: connect to host {hosts.addresses['beta']} port 22" in done.stderr
+    wait_until_nothing_runs(hosts)
+
+
+def test_a_lost_machine_is_left_out_of_the_restart(
+    two_hosts: Callable[[str], tuple[Hosts, list[str]]], tmp_path: Path
+) -> None:
+    hosts, command = two_hosts(
+        '[ -e again ] && { echo "second run, $DDP_SLURM_WORLD_SIZE ranks"; exit; }; echo running; sleep 1000'
+    )
+    command[command.index("--python") : command.index("--python")] = ["--max-restarts", "1"]
+    process = subprocess.Popen(
+        command, env=hosts.environ, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    wait_until_both_run(process)
+    (tmp_path / "again").touch()
+    hosts.kill("beta")
+    output = process.communicate()[0]
+    assert process.returncode == 0, output
+    assert "node beta is lost: beta: cannot be reached by ssh" in output
+    assert "restart 1 of 1: 1 ranks on 1 nodes\n" in output
+    assert "[alpha] second run, 1 ranks\n" in output
