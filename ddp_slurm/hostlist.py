@@ -4,6 +4,7 @@ Order is kept: it decides which rank runs where. Standard library only, since ev
 Source: the manual pages of scontrol ("show hostnames") and srun (SLURM_TASKS_PER_NODE).
 """
 
+import math
 import re
 from collections.abc import Iterable
 from itertools import product
@@ -19,7 +20,7 @@ class HostlistError(DdpSlurmError, ValueError):
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """Every host of an expression, in its own order, the rightmost bracket running fastest.
+    """Every host of an expression, in its own order, the last bracket running fastest.
 
     >>> expand_hostlist("node[08-10,2],login")
     ['node08', 'node09', 'node10', 'node2', 'login']
@@ -56,14 +57,17 @@ def _split_outside_brackets(text: str) -> list[str]:
 def _expand_part(part: str, text: str) -> list[str]:
     if not part or re.search(r"\s", part):
         raise HostlistError(f"host list {text!r} has an empty name or white space in it")
-    pieces = re.split(r"\[([^]]*)\]", part)  # literal, ranges, literal, ranges, ..., literal
-    choices = [[piece] if i % 2 == 0 else _expand_ranges(piece, text) for i, piece in enumerate(pieces)]
-    size = 1
-    for choice in choices:
-        size *= len(choice)
-    if size > MAX_HOSTS:
+    literals = re.split(r"\[[^]]*\]", part)
+    choices = [_expand_ranges(ranges, text) for ranges in re.findall(r"\[([^]]*)\]", part)]
+    if math.prod(map(len, choices)) > MAX_HOSTS:
         raise HostlistError(f"host list {text!r} names more than {MAX_HOSTS} hosts")
-    return ["".join(combination) for combination in product(*choices)]
+    if not choices:
+        return [part]
+    # The last bracket runs fastest, and with three or more the first one is next: a[0-1]b[0-1]c[0-1] begins a0b0c0,
+    # a0b0c1, a1b0c0 in "scontrol show hostnames" of 20.11 to 26.05.
+    *leading, last = choices
+    name = "%s".join(literal.replace("%", "%%") for literal in literals)
+    return [name % (*reversed(slow), fast) for *slow, fast in product(*reversed(leading), last)]
 
 
 def _expand_ranges(ranges: str, text: str) -> list[str]:
@@ -75,7 +79,7 @@ def _expand_ranges(ranges: str, text: str) -> list[str]:
         low, high = match[1], match[2] or match[1]
         if int(high) < int(low):
             raise HostlistError(f"host list {text!r} has the descending range {item!r}")
-        if int(high) - int(low) >= MAX_HOSTS:
+        if len(numbers) + int(high) - int(low) >= MAX_HOSTS:
             raise HostlistError(f"host list {text!r} names more than {MAX_HOSTS} hosts")
         numbers += [str(n).zfill(len(low)) for n in range(int(low), int(high) + 1)]
     return numbers
