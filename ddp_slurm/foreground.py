@@ -1,0 +1,85 @@
+"""Runs that stay in the terminal (the local and torchrun backends), kept in a run folder like those of Slurm."""
+
+import io
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from .console import say
+from .errors import DdpSlurmError
+from .jobs import process_start
+from .plan import Plan
+from .runs import Run, keep_run, log_path, runs_folder
+
+LOG = "log"
+
+
+def run_and_keep(
+    plan: Plan, *, backend: str, script: str, run: Callable[[Plan], int], cluster_file: Path | None
+) -> int:
+    """Run a plan to its end and keep what was run, its output and its exit status. Returns the exit status.
+
+    Where the folder cannot be made the plan is run all the same, saying so.
+    """
+    kept = _keep(plan, backend, script, cluster_file)
+    if kept is None or kept.log is None:
+        return run(plan)
+    say(f"run {kept.job_id}, kept in {os.path.relpath(kept.folder)}")
+    status = 1
+    try:
+        with open(kept.log, "ab") as log, _copied_into(log):
+            status = run(plan)
+    except DdpSlurmError as fault:
+        status = fault.exit_status
+        raise
+    finally:
+        kept.leave_exit_marker(status)
+    return status
+
+
+def _keep(plan: Plan, backend: str, script: str, cluster_file: Path | None) -> Run | None:
+    now, pid = time.time(), os.getpid()
+    job_id = f"{backend}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime(now))}-{pid}"
+    runs = runs_folder(plan.options.output)
+    asked_for = log_path(plan, job_id) if "output" in plan.options.model_fields_set else None
+    return keep_run(
+        plan, runs=runs, job_id=job_id, backend=backend, script=script, cluster_file=cluster_file, submitted_at=now,
+        log=asked_for or str(runs / job_id / LOG),
+        process={"host": socket.gethostname(), "pid": pid, "started": process_start(pid)},
+    )  # fmt: skip
+
+
+class _Copier(io.RawIOBase):
+    """Writes to a terminal or pipe, and to the log first: a reader that went away must not cost the log."""
+
+    def __init__(self, terminal: BinaryIO, log: BinaryIO) -> None:
+        self._terminal, self._log = terminal, log
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: bytes, /) -> int:  # type: ignore[override]
+        self._log.write(text)
+        self._log.flush()
+        self._terminal.write(text)
+        self._terminal.flush()
+        return len(text)
+
+
+@contextmanager
+def _copied_into(log: BinaryIO) -> Iterator[None]:
+    """Both standard streams of this process are copied into the log."""
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(_Copier(stream.buffer, log), write_through=True)  # type: ignore[type-var]
+        for stream in streams
+    )
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = streams
