@@ -1,0 +1,141 @@
+"""What the ranks of the test worlds run. Imported by the server they are forked from, so it stays light."""
+
+import contextlib
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from ddp_slurm.training import BalancedSampler, init_distributed, loss_weight, no_sample_loss
+
+from .worlds import tell
+
+FEATURES, CLASSES = 6, 4
+
+
+def make_data(samples: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    inputs = torch.randn(samples, FEATURES, generator=generator, dtype=torch.float64).to(dtype)
+    # Sorted by class, with other scales: samples far from alike, so a wrong weight shows.
+    targets = torch.arange(samples) * CLASSES // max(samples, 1)
+    return inputs * (1 + targets[:, None]), targets
+
+
+def make_model(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES)).to(dtype)
+
+
+def flat(tensors: Any) -> Tensor:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training to be compared with a single process."""
+
+    samples: int
+    shares: tuple[int, ...]
+    steps: int
+    micro_batch: int = 10**9
+    accumulate: int = 1
+    clip_norm: float | None = None
+    dtype: torch.dtype = torch.float64
+    weighted: bool = True
+
+
+@dataclass
+class Outcome:
+    """Per optimizer step: the loss of all its samples, and the gradient after clipping. Then the parameters."""
+
+    losses: list[float]
+    gradients: Tensor
+    parameters: Tensor
+
+
+def train_alone(case: Case) -> Outcome:
+    """The reference: one process, no DDP, whole batches, none of this package's arithmetic but the order."""
+    inputs, targets = make_data(case.samples, case.dtype)
+    model = make_model(case.dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses, gradients = [], []
+    for order in _windows(case):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(inputs[order]), targets[order])
+        loss.backward()
+        if case.clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
+        losses.append(loss.item())
+        gradients.append(flat(p.grad for p in model.parameters()))
+        optimizer.step()
+    return Outcome(losses, torch.stack(gradients), flat(model.parameters()))
+
+
+def _windows(case: Case) -> list[Tensor]:
+    """The samples of each optimizer step: ``accumulate`` global batches, fewer at an epoch's end."""
+    windows: list[Tensor] = []
+    epoch = 0
+    while len(windows) < case.steps:
+        sampler = BalancedSampler(case.samples, case.shares, 0, seed=3)
+        sampler.set_epoch(epoch)
+        windows += sampler.order().split(sum(case.shares) * case.accumulate)
+        epoch += 1
+    return windows[: case.steps]
+
+
+def train_in_parts(case: Case, rank: int, group: dist.ProcessGroup | None = None) -> Outcome:
+    """Somebody's own loop over DDP with the sampler, the loss weight and ``no_sync``."""
+    inputs, targets = make_data(case.samples, case.dtype)
+    model = make_model(case.dtype)
+    ddp = nn.parallel.DistributedDataParallel(model, process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    sampler = BalancedSampler(case.samples, case.shares, rank, seed=3)
+    losses: list[float] = []
+    gradients: list[Tensor] = []
+    epoch = 0
+    while len(losses) < case.steps:
+        sampler.set_epoch(epoch)
+        batches = list(sampler)
+        for first in range(0, len(batches), case.accumulate):
+            if len(losses) == case.steps:
+                break
+            window = range(first, min(first + case.accumulate, len(batches)))
+            total = sum(sampler.global_samples(step) for step in window)
+            chunks = [c for step in window for c in torch.tensor(batches[step], dtype=torch.int64).split(case.micro_batch)]
+            optimizer.zero_grad()
+            loss_sum = torch.zeros(1, dtype=torch.float64)
+            for i, chunk in enumerate(chunks):
+                with contextlib.nullcontext() if i + 1 == len(chunks) else ddp.no_sync():
+                    if len(chunk) == 0:
+                        no_sample_loss(ddp).backward()
+                        continue
+                    loss = cross_entropy(ddp(inputs[chunk]), targets[chunk])
+                    loss_sum += loss.detach().double() * len(chunk)
+                    weight = loss_weight(len(chunk), total, len(case.shares)) if case.weighted else 1 / len(chunks)
+                    (loss * weight).backward()
+            if case.clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
+            dist.all_reduce(loss_sum, group=group)
+            losses.append(loss_sum.item() / total)
+            gradients.append(flat(p.grad for p in model.parameters()))
+            optimizer.step()
+        epoch += 1
+    return Outcome(losses, torch.stack(gradients), flat(model.parameters()))
+
+
+def compare(pipe: Connection, case: Case) -> Outcome:
+    with init_distributed() as world:
+        return train_in_parts(case, world.rank)
+
+
+def serve_cases(pipe: Connection) -> None:
+    """Answer cases from the pipe until None comes; a case with fewer shares than ranks uses the first ranks only."""
+    with init_distributed() as world:
+        groups = {size: dist.new_group(list(range(size))) for size in range(1, world.world_size + 1)}
+        while (case := pipe.recv()) is not None:
+            size = len(case.shares)
+            tell(pipe, train_in_parts(case, world.rank, groups[size]) if world.rank < size else None)
