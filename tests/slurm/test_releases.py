@@ -116,7 +116,7 @@ def test_the_cifar10_example(release_lab: Lab, tmp_path: Path, python: str, run_
         for what, high, size in (("images", 256, (56, 32, 32, 3)), ("labels", 10, (56,)))
     }
     numpy.savez(tmp_path / "cifar10.npz", **images)
-    command = [str(EXAMPLE / "train.py"), "1", "1", "--data", str(tmp_path / "cifar10.npz"), "--batch-size", "28"]
+    command = [str(EXAMPLE / "train.py"), "1", "1", "--data", str(tmp_path / "cifar10.npz"), "--batch-size", "4"]
     job = run_job(release_lab, script(tmp_path, python, *command))
     assert job.state == "COMPLETED", job.output
     assert re.search(r"finished: step 2", job.output)
