@@ -1,19 +1,17 @@
 """``ddp-slurm lab``: up, down, exec, kill and status."""
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..cluster import Cluster
-from .lab import Lab, check_machine, remove
+from ..console import make_app, say
+from .lab import Lab, remove
+from .machine import check_machine, with_system_programs
 
-app = typer.Typer(
-    help="A real Slurm of several hosts on this machine, from a cluster.yaml (root, Debian or Ubuntu).",
-    no_args_is_help=True,
-)
+app = make_app("A real Slurm of several hosts on this machine, from a cluster.yaml (root, Debian or Ubuntu).")
 Name = Annotated[str, typer.Option(help="Which lab; several run side by side under different names.")]
 
 
@@ -29,18 +27,18 @@ def up(
     lab = Lab.up(Cluster.load(cluster), name, slurm_root)
     width = max(len(node.name) for node in lab.nodes)
     for node in lab.nodes:
-        print(f"{node.name:{width}}  {node.address}  idle", file=sys.stderr)
+        say(f"{node.name:{width}}  {node.address}  idle")
     named = "" if name == "lab" else f" --name {name}"
-    print(f"{len(lab.nodes)} nodes are idle. Now, in any shell on this machine:", file=sys.stderr)
+    say(f"{len(lab.nodes)} nodes are idle. Now, in any shell on this machine:")
     for key, value in lab.environ.items():
-        print(f"export {key}={value}")
-    print(f"sbatch test.sh\nddp-slurm lab down{named}")
+        print(f"export {key}={value}", flush=True)
+    say(f"sbatch test.sh\nddp-slurm lab down{named}")
 
 
 @app.command()
 def down(name: Name = "lab") -> None:
     """End every process of a lab and remove all that it made."""
-    check_machine(slurm_root=None)
+    check_machine()
     remove(name)
 
 
@@ -52,7 +50,7 @@ def exec_(ctx: typer.Context, node: str, name: Name = "lab") -> None:
     """Run a command inside a node: its network, host name and hosts file."""
     lab = Lab.find(name)
     argv = lab.inside(lab.node(node), ctx.args)
-    os.execvpe(argv[0], argv, {**os.environ, **lab.environ})
+    os.execvpe(argv[0], argv, with_system_programs({**os.environ, **lab.environ}))
 
 
 @app.command()

@@ -21,10 +21,10 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 def slurm_version(lab: "Lab") -> str:
     """``22.05.8``, of the release that the lab's daemons belong to."""
-    text = lab.run(["slurmd", "-V"], capture_output=True, text=True, check=True).stdout
-    match = re.search(r"[0-9]+\.[0-9]+\.[0-9]+", text)
+    done = lab.run(["slurmd", "-V"], capture_output=True, text=True)
+    match = re.search(r"[0-9]+\.[0-9]+\.[0-9]+", done.stdout)
     if not match:
-        raise LabError(f"slurmd -V says {text.strip()!r}, no release such as 22.05.8")
+        raise LabError(f"slurmd -V says {(done.stdout or done.stderr).strip()!r}, no release such as 22.05.8")
     return match[0]
 
 

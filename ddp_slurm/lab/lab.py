@@ -19,12 +19,9 @@ from . import daemons, network
 from .config import write_configuration
 from .enter import enter
 from .errors import LabError
+from .machine import check_machine, with_system_programs
 
 LABS_FOLDER = Path("/run/ddp_slurm_lab")
-PROGRAMS = {
-    "slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm", "munged": "munge", "ip": "iproute2",
-}  # fmt: skip
-SBIN = "/usr/sbin:/sbin"
 
 
 @dataclass(frozen=True)
@@ -190,7 +187,7 @@ class Lab:
 
     def _with_environ(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         environ: Mapping[str, str] = kwargs.get("env") or os.environ
-        return {**kwargs, "env": {**environ, **self.environ, "PATH": f"{environ.get('PATH', os.defpath)}:{SBIN}"}}
+        return {**kwargs, "env": with_system_programs({**environ, **self.environ})}
 
     def kill(self, node: str) -> None:
         """The node dies as if unplugged: slurmd, all steps and all else in it are killed, and the link goes down."""
@@ -228,24 +225,6 @@ def _prefix(name: str) -> str:
 def check_name(name: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,30}", name):
         raise LabError(f"{name!r} is not a lab's name; up to 31 letters, digits, - and _ are accepted")
-
-
-def check_machine(slurm_root: str | Path | None = None) -> None:
-    """Raises LabError where a lab cannot run: not root, or programs missing."""
-    if os.geteuid() != 0:
-        raise LabError("a lab makes network namespaces and device files, which needs root: sudo ddp-slurm lab ...")
-    path = f"{os.environ.get('PATH', os.defpath)}:{SBIN}"
-    needed = ["ip"] if slurm_root else list(PROGRAMS)
-    missing = [program for program in needed if shutil.which(program, path=path) is None]
-    if missing:
-        raise LabError(
-            f"not installed: {', '.join(missing)}. On Debian and Ubuntu: apt-get install -y --no-install-recommends "
-            + " ".join(sorted({PROGRAMS[program] for program in missing}))
-        )
-    if slurm_root and not (Path(slurm_root) / "usr/sbin/slurmd").exists():
-        raise LabError(
-            f"{slurm_root}: no usr/sbin/slurmd in it; make it with debootstrap and install slurm-wlm and munge there"
-        )
 
 
 def _command_name(pid: int) -> str:

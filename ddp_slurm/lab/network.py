@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .errors import LabError
+from .machine import with_system_programs
 
 NETNS_FOLDER = Path("/run/netns")
 NETWORKS = [f"198.{18 + n // 256}.{n % 256}" for n in range(512)]
@@ -25,10 +26,14 @@ DEATH_SECONDS = 20.0
 
 def ip(*args: str) -> str:
     """Run ``ip``; its error becomes a LabError."""
-    done = subprocess.run(["ip", *args], capture_output=True, text=True)
+    done = _try_ip(*args)
     if done.returncode:
         raise LabError(f"ip {' '.join(args)}: {done.stderr.strip()}")
     return done.stdout
+
+
+def _try_ip(*args: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(["ip", *args], env=with_system_programs(os.environ), capture_output=True, text=True)
 
 
 def link_name(network: int) -> str:
@@ -134,7 +139,7 @@ def _kill(pid: int, netns: str) -> None:
 def remove_namespace(netns: str) -> None:
     """End everything in a namespace and remove it, also one that is only half there."""
     kill_processes(netns)
-    done = subprocess.run(["ip", "netns", "delete", netns], capture_output=True, text=True)
+    done = _try_ip("netns", "delete", netns)
     path = NETNS_FOLDER / netns
     if done.returncode and path.exists() and not os.path.ismount(path):
         path.unlink()  # `ip netns add` was killed between making the file and mounting the namespace on it
@@ -145,7 +150,7 @@ def remove_namespace(netns: str) -> None:
 def remove_link(network: int) -> None:
     """Remove the machine's link of a lab; its other end vanishes with it."""
     link = link_name(network)
-    done = subprocess.run(["ip", "link", "delete", link], capture_output=True, text=True)
+    done = _try_ip("link", "delete", link)
     # It may be gone already, or go at this moment: the kernel removes a dead namespace's links in the background.
     if done.returncode and link in os.listdir("/sys/class/net"):
         raise LabError(f"ip link delete {link}: {done.stderr.strip()}")

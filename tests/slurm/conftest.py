@@ -13,7 +13,7 @@ import pytest
 
 from ddp_slurm.cluster import Cluster
 from ddp_slurm.lab import Lab, LabError
-from ddp_slurm.lab.lab import check_machine
+from ddp_slurm.lab.machine import check_machine
 
 LIVE_CLUSTER = """\
 name: lab

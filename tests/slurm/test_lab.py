@@ -58,8 +58,9 @@ def machine_links() -> set[str]:
 
 
 def cli(*args: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
-    code = "from ddp_slurm.lab.commands import app; app()"
-    return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, **kwargs)
+    return subprocess.run(
+        [sys.executable, "-m", "ddp_slurm.cli", "lab", *args], capture_output=True, text=True, **kwargs
+    )
 
 
 def test_a_het_job_runs_on_hosts_of_its_own_with_devices_of_its_own(live_lab, run_job):
@@ -180,6 +181,10 @@ Lab.up(Cluster.load("cluster.yaml"), {new_name!r})
 
 def test_down_manages_without_its_record_and_with_half_made_namespaces(make_lab):
     lab = make_lab(TWO_NODES)
+    for pid in network.processes(f"ddplab.{lab.name}.{lab.controller}"):  # slurmctld and munged
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(LabError, match="slurmctld does not answer"):
+        lab.status()
     (lab.folder / "lab.json").unlink()
     half_made = network.NETNS_FOLDER / f"ddplab.{lab.name}.half"
     half_made.touch()
@@ -232,7 +237,8 @@ def test_command_line(needs_lab, new_name, tmp_path):
     up = cli("up", "--name", new_name, cwd=tmp_path)
     try:
         lab = Lab.find(new_name)
-        assert up.stdout.splitlines()[0] == f"export SLURM_CONF={lab.slurm_conf}"
+        assert up.stdout == f"export SLURM_CONF={lab.slurm_conf}\n"  # for eval "$(ddp-slurm lab up ...)"
+        assert f"ddp-slurm lab down --name {new_name}" in up.stderr
         assert cli("status", "--name", new_name).stdout == "b\tIDLE\na1\tIDLE\na2\tIDLE\n"
         inside = cli("exec", "--name", new_name, "a1", "sh", "-c", "hostname; sinfo -ho %P; exit 5", "--help")
         assert (inside.returncode, sorted(inside.stdout.split())) == (5, ["a1", "all*", "big"])
@@ -241,6 +247,9 @@ def test_command_line(needs_lab, new_name, tmp_path):
     finally:
         down = cli("down", "--name", new_name)
     assert (down.returncode, residue(new_name)) == (0, [])
+    again = cli("down", "--name", new_name)
+    assert (again.returncode, again.stdout) == (2, "")
+    assert again.stderr.startswith(f"error: no lab '{new_name}' is running")
 
 
 def test_what_is_missing_is_named(monkeypatch):
