@@ -1,0 +1,49 @@
+# make demo   fresh Debian or Ubuntu machine -> synthetic training on an uneven plan of seven ranks
+# make test   everything that the tests need, then all of them, live Slurm included (as root)
+
+PYTHON ?= python3
+VENV ?= .venv
+IN_VENV := $(VENV)/bin/python
+SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
+TEST_PACKAGES := slurm-wlm slurmdbd mariadb-server munge iproute2 debootstrap openssh-server openssh-client shellcheck
+
+.PHONY: demo test test-releases lint clean
+
+demo: $(VENV)/installed-train
+	cd synthetic_data_example && CUDA_VISIBLE_DEVICES= ../$(IN_VENV) -m ddp_slurm.cli plan --job job.yaml
+	cd synthetic_data_example && CUDA_VISIBLE_DEVICES= ../$(IN_VENV) -m ddp_slurm.submit --backend local --job job.yaml \
+	  -- python train.py 5 1 --snapshot "$$(mktemp -d)/snapshot.pt"
+
+test: $(VENV)/installed-test $(VENV)/installed-packages lint
+	$(IN_VENV) -m pytest
+
+test-releases: $(VENV)/installed-test $(VENV)/installed-packages
+	DDP_SLURM_ALL_RELEASES=1 $(IN_VENV) -m pytest tests/slurm/test_releases.py
+
+lint: $(VENV)/installed-test
+	$(IN_VENV) -m ruff check .
+	$(IN_VENV) -m ruff format --check .
+	$(IN_VENV) -m mypy
+
+$(VENV)/installed-train: setup.cfg | $(VENV)/bin/pip
+	$(IN_VENV) -m pip install --quiet --editable '.[train]'
+	touch $@
+
+$(VENV)/installed-test: setup.cfg | $(VENV)/bin/pip
+	$(IN_VENV) -m pip install --quiet --editable '.[test]'
+	touch $@
+
+# Debian and Ubuntu ship Python without venv.
+$(VENV)/bin/pip:
+	$(PYTHON) -c 'import ensurepip, venv' || { $(SUDO) apt-get update && $(SUDO) apt-get install --yes python3-venv; }
+	$(PYTHON) -m venv $(VENV)
+	$(IN_VENV) -m pip install --quiet --upgrade pip 'setuptools>=64'
+
+# Only where one is missing: the daemons themselves are started by the tests, each in a lab of its own.
+$(VENV)/installed-packages: Makefile | $(VENV)/bin/pip
+	dpkg --status $(TEST_PACKAGES) >/dev/null 2>&1 || { $(SUDO) apt-get update && \
+	  $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends $(TEST_PACKAGES); }
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
