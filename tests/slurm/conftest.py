@@ -14,6 +14,7 @@ import pytest
 from ddp_slurm.cluster import Cluster
 from ddp_slurm.lab import Lab, LabError
 from ddp_slurm.lab.machine import check_machine
+from ddp_slurm.lab.releases import RELEASES, ReleaseNotAvailable, slurm_root
 
 LIVE_CLUSTER = """\
 name: lab
@@ -129,3 +130,41 @@ def run_job(tmp_path: Path, clean_environ: dict[str, str]) -> Callable[..., Fini
         return FinishedJob(job_id, state, output.read_text() if output.exists() else "")
 
     return run
+
+
+CHOSEN_RELEASES = os.environ.get("DDP_SLURM_TEST_RELEASES", "22.05,24.11")
+NOT_ABOUT_THE_CONFIGURATION = [
+    # The first start of a cluster has no state yet.
+    r"Could not open .* state file .*: No such file or directory", r"NOTE: Trying backup state save file",
+    # Debian builds the plugin and leaves the library out.
+    r"mpi/pmix|pmi/pmix",
+    # A client that ended while a daemon was still writing to it.
+    r"Connection reset by peer",
+    # What the machine has: no mail program, an old kernel interface.
+    r"Configured MailProg is invalid", r"cgroup/v1 plugin is deprecated",
+]  # fmt: skip
+COMPLAINT = re.compile(r"error|warning|fatal|deprecated|obsolete|defunct|ignor|unknown|unrecognized|invalid", re.I)
+
+
+@pytest.fixture(scope="module", params=RELEASES if CHOSEN_RELEASES == "all" else CHOSEN_RELEASES.split(","))
+def release(request: pytest.FixtureRequest, needs_lab: None) -> tuple[str, Path | None]:
+    """A Slurm release, and the root folder of the system that has it; None: this machine has it."""
+    try:
+        return request.param, slurm_root(request.param)
+    except ReleaseNotAvailable as reason:
+        pytest.skip(f"Slurm {request.param}: {reason}")
+
+
+@pytest.fixture
+def complaints() -> Callable[[Path], list[str]]:
+    """``complaints(folder)``: what daemons have against their configuration, from all their logs."""
+
+    def find(folder: Path) -> list[str]:
+        return [
+            f"{log.name}: {line}"
+            for log in sorted([*folder.glob("slurm*.log"), *folder.glob("munged.log")])
+            for line in log.read_text().splitlines()
+            if COMPLAINT.search(line) and not any(re.search(known, line) for known in NOT_ABOUT_THE_CONFIGURATION)
+        ]
+
+    return find

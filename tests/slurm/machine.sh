@@ -1,0 +1,74 @@
+#!/bin/sh
+# One machine of its own, set up from users' files as the guide says: run under unshare with new network, mount, uts and
+# pid namespaces, so that all of it ends with this script. Slurm's files, munge's and /dev are replaced by fresh ones.
+#
+# usage: machine.sh NAME ADDRESS ROOT CONF OUT COMMAND...
+#   ROOT  root folder of the system whose programs are run, / for this one
+#   CONF  folder with slurm.conf and its companions, for the controller; slurmd has to fetch them
+#   OUT   folder for logs
+set -eu
+name=$1 address=$2 root=$3 conf=$4 out=$5
+shift 5
+
+hostname "$name"
+ip link set lo up
+ip address add "$address/24" dev lo
+printf '127.0.0.1 localhost\n%s %s\n' "$address" "$name" >"$out/hosts"
+printf 'passwd: files\ngroup: files\nhosts: files\n' >"$out/nsswitch.conf"
+mount --bind "$out/hosts" "$root/etc/hosts"
+mount --bind "$out/nsswitch.conf" "$root/etc/nsswitch.conf"
+
+mkdir "$out/dev"
+mount -t tmpfs tmpfs "$out/dev"
+for device in null zero full random urandom tty; do cp -a "/dev/$device" "$out/dev/"; done
+mkdir "$out/dev/shm"
+ln -s /proc/self/fd "$out/dev/fd"
+mknod "$out/dev/nvidia0" c 195 0
+mknod "$out/dev/nvidia1" c 195 1
+if [ "$root" != / ]; then
+    mount --rbind /proc "$root/proc"
+    mount --rbind /sys "$root/sys"
+fi
+mount --rbind "$out/dev" "$root/dev"
+
+for folder in var/lib/slurm var/log/slurm run etc/slurm etc/munge var/lib/munge var/log/munge; do
+    mkdir -p "$root/$folder"
+    mount -t tmpfs tmpfs "$root/$folder"
+done
+mkdir "$root/run/lock" "$root/run/munge" "$root/var/lib/slurm/slurmctld" "$root/var/lib/slurm/slurmd"
+cp "$conf"/* "$root/etc/slurm/"
+head -c 1024 /dev/urandom >"$root/etc/munge/munge.key"
+chmod 400 "$root/etc/munge/munge.key"
+chmod 700 "$root/etc/munge" "$root/var/lib/munge" "$root/var/log/munge"
+chroot "$root" chown -R munge: /etc/munge /run/munge /var/lib/munge /var/log/munge
+chroot "$root" chown -R slurm: /var/lib/slurm /var/log/slurm
+
+inside() { chroot "$root" "$@"; }
+as() { user=$1; shift; inside setpriv --reuid "$user" --regid "$user" --clear-groups "$@"; }
+
+wait_until() { # SECONDS COMMAND...
+    tenths=${1}0
+    shift
+    until "$@" >/dev/null 2>&1; do
+        tenths=$((tenths - 1))
+        if [ "$tenths" -le 0 ]; then
+            echo "gave up waiting for: $*" >&2
+            return 1
+        fi
+        sleep 0.1
+    done
+}
+# shellcheck disable=SC2317 # wait_until calls it
+is_idle() { inside scontrol -o show node "$name" | grep -q ' State=IDLE '; }
+
+status=0
+{
+    as munge munged &&
+        as slurm slurmctld &&
+        wait_until 30 inside scontrol ping &&
+        inside slurmd --conf-server "$address" &&
+        wait_until 60 is_idle &&
+        inside "$@"
+} || status=$?
+cp "$root"/var/log/slurm/* "$out/"
+exit "$status"

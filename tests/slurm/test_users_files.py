@@ -1,0 +1,67 @@
+"""The very files that ``cluster configs`` prints, without the lab's changes: real paths, users, cgroups, configless."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ddp_slurm.admin.configs import render_configs, schedulable_memory_mb, write_configs
+from ddp_slurm.cluster import Cluster
+
+ADDRESS = "198.18.77.1"
+CGROUPS = Path("/sys/fs/cgroup")
+PROGRAM = r"""
+scontrol show config | grep -E '^(ProctrackType|TaskPlugin|SlurmUser|SelectType) '
+ls /run/slurm/conf/
+exec srun --ntasks=2 --gres=gpu:titan:1 --mem=100M sh -c '
+    for device in /dev/nvidia0 /dev/nvidia1; do (: <$device) 2>&1; done | sed "s/^.*: /device: /"
+    echo "visible: $CUDA_VISIBLE_DEVICES"'
+"""
+
+
+@pytest.fixture
+def machine_name() -> Iterator[str]:
+    """Of a machine whose control groups are removed at the end: they are the kernel's, in no namespace."""
+    if not (CGROUPS / "freezer").is_dir() or not (CGROUPS / "devices").is_dir():
+        pytest.skip("no cgroup v1 here, and with v2 slurmd has to be started by systemd")
+    name = f"users{os.getpid()}"
+    yield name
+    for top in CGROUPS.glob(f"*/slurm_{name}"):
+        for folder in sorted((path for path in top.rglob("*") if path.is_dir()), reverse=True):
+            folder.rmdir()
+        top.rmdir()
+
+
+@pytest.mark.timeout(300)
+def test_a_machine_set_up_with_the_files(
+    release: tuple[str, Path | None], machine_name: str, tmp_path: Path, complaints: Callable[[Path], list[str]]
+) -> None:
+    if not shutil.which("setpriv"):
+        pytest.skip("setpriv (util-linux) is not installed")
+    version, root = release
+    memory_mb = schedulable_memory_mb(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20)
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        f"nodes:\n  - {{name: {machine_name}, gpus: {{type: titan, count: 2}}, cpus: {os.cpu_count()}, "
+        f"memory: {memory_mb}M, features: [cc75]}}\n"
+    )
+    write_configs(render_configs(Cluster.load(file), slurm_version=version), tmp_path / "conf")
+    out = tmp_path / "out"
+    out.mkdir()
+    command = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child", "sh"]
+    script = Path(__file__).parent / "machine.sh"
+    arguments = [machine_name, ADDRESS, str(root or "/"), str(tmp_path / "conf"), str(out), "sh", "-ec", PROGRAM]
+    environ = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+    done = subprocess.run([*command, str(script), *arguments], env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert complaints(out) == []
+    for setting in ("proctrack/cgroup", "task/affinity", "task/cgroup", "slurm(", "select/cons_tres"):
+        assert setting in done.stdout
+    assert "gres.conf" in done.stdout, "slurmd has fetched the files from slurmctld"
+    # Both tasks may open the GPU of their job (that there is no driver behind it is another fault), but not the other.
+    devices = [line.removeprefix("device: ") for line in done.stdout.splitlines() if line.startswith("device: ")]
+    assert sorted(devices) == ["No such device or address"] * 2 + ["Operation not permitted"] * 2
+    assert done.stdout.count("visible: 0") == 2
