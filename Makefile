@@ -1,5 +1,6 @@
 # make demo   fresh Debian or Ubuntu machine -> synthetic training on an uneven plan of seven ranks
-# make test   everything that the tests need, then all of them, live Slurm included (as root)
+# make test   everything that the tests need, then all of them, live Slurm 22.05 and 24.11 included (as root)
+# make test-releases   generated configuration, jobs and training on live Slurm 20.11, 22.05, 24.11 and 26.05
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -18,7 +19,7 @@ test: $(VENV)/installed-test $(VENV)/installed-packages lint
 	$(IN_VENV) -m pytest
 
 test-releases: $(VENV)/installed-test $(VENV)/installed-packages
-	DDP_SLURM_ALL_RELEASES=1 $(IN_VENV) -m pytest tests/slurm/test_releases.py
+	DDP_SLURM_TEST_RELEASES=all $(IN_VENV) -m pytest tests/slurm/test_releases.py tests/slurm/test_users_files.py
 
 lint: $(VENV)/installed-test
 	$(IN_VENV) -m ruff check .
