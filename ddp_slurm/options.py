@@ -239,8 +239,10 @@ class JobOptions(Schema):
 
     @property
     def interpreter(self) -> str:
-        """What ``python`` stands for."""
-        return str(Path(self.python).expanduser()) if self.python else "python3"
+        """What ``python`` stands for, and what torchrun is started with."""
+        if self.python:
+            return str(Path(self.python).expanduser())
+        return self.command[0] if self.command[:1] in (("python",), ("python3",)) else "python3"
 
     @property
     def task_command(self) -> tuple[str, ...]:

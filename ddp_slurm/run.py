@@ -1,16 +1,35 @@
 """``python -m ddp_slurm.run CMD ...``: run any env:// training script on this rank.
 
 Sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT from what the launcher left
-in the environment, then becomes CMD. Standard library only: it runs once on every rank.
+in the environment, and torchrun's mark, then becomes CMD. Standard library only: it runs once on every rank.
 """
 
+import glob
 import os
 import sys
+from collections.abc import Mapping
 
 from .errors import DdpSlurmError
 from .rank_env import RankEnv
 
 USAGE = "usage: python -m ddp_slurm.run CMD ...   (inside an srun step, or another launcher's rank)"
+ACCELERATORS = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg", "/dev/dri/render*", "/dev/davinci*", "/dev/accel*")
+"""Device files of NVIDIA, AMD, Windows' Linux, Intel, Huawei and others."""
+
+
+def script_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a script that knows torchrun's variables and nothing of Slurm.
+
+    TORCHELASTIC_RUN_ID is the mark by which Lightning knows a torchrun rank. Without it Lightning would take the
+    SLURM_* variables, also those that belong to another component. What is set already stays.
+
+    Raises LaunchError as RankEnv does.
+    """
+    rank_env = RankEnv.from_environ(environ)
+    marks = {"GROUP_RANK": str(rank_env.node_rank), "TORCHELASTIC_RUN_ID": environ.get("SLURM_JOB_ID", "ddp_slurm")}
+    if not any(glob.glob(pattern) for pattern in ACCELERATORS):
+        marks["ACCELERATE_USE_CPU"] = "true"  # without a GPU Accelerate would take every rank for a world of its own
+    return {**marks, **environ, **rank_env.env_variables()}
 
 
 def main(argv: list[str]) -> int:
@@ -24,7 +43,7 @@ def main(argv: list[str]) -> int:
         print(f"error: no command\n{USAGE}", file=sys.stderr)
         return 2
     try:
-        env = {**os.environ, **RankEnv.from_environ().env_variables()}
+        env = script_environ(os.environ)
     except DdpSlurmError as fault:
         print(f"error: {fault}", file=sys.stderr)
         return fault.exit_status

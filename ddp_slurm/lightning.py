@@ -1,0 +1,172 @@
+"""Lightning on nodes with different numbers of GPUs.
+
+Lightning computes the world as ``devices * num_nodes``, which no value makes right for 4 + 2 + 1 GPUs: its check
+refuses to start, and its sampler would deal out the data for 12, 6 or 3 ranks. Where the launcher started an uneven
+world, its DDP and FSDP strategies therefore take the world from the launcher. In an even world nothing is changed.
+
+Unmodified scripts get that through Lightning's own entry points (``callbacks_factory``) once ddp_slurm is installed;
+``Trainer(plugins=[DdpSlurmEnvironment()])`` says it in the script, and needs no ``python -m ddp_slurm.run``.
+"""
+
+import importlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .errors import DdpSlurmError
+from .hostlist import expand_tasks_per_node
+from .rank_env import LaunchError, RankEnv
+
+try:
+    from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+
+    PACKAGES: tuple[str, ...] = ("lightning.pytorch", "lightning.fabric")
+except ImportError:
+    from lightning_fabric.plugins.environments.cluster_environment import (  # type: ignore[assignment]
+        ClusterEnvironment,
+    )
+
+    PACKAGES = ("pytorch_lightning",)
+
+__all__ = ["DdpSlurmEnvironment"]
+
+
+def is_uneven(environ: Mapping[str, str]) -> bool:
+    """Whether the nodes run different numbers of ranks. Slurm's own list has another order, but the same numbers."""
+    text = environ.get("DDP_SLURM_TASKS_PER_NODE") or environ.get("SLURM_STEP_TASKS_PER_NODE")
+    return text is not None and len(set(expand_tasks_per_node(text))) > 1
+
+
+class DdpSlurmEnvironment(ClusterEnvironment):
+    """The world that srun, torchrun or ``ddp_slurm.run`` started, for ``Trainer(plugins=[...])`` and Fabric.
+
+    ``devices`` and ``num_nodes`` may have any value that Lightning takes on the node: ``devices="auto", num_nodes=3``.
+    Raises LaunchError outside a launcher.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._env = RankEnv.from_environ()
+        if is_uneven(os.environ):
+            for package in PACKAGES:
+                _adapt(package)
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return self._env.master_addr
+
+    @property
+    def main_port(self) -> int:
+        return self._env.master_port
+
+    @staticmethod
+    def detect() -> bool:
+        try:
+            RankEnv.from_environ()
+        except LaunchError:
+            return False
+        return True
+
+    def world_size(self) -> int:
+        return self._env.world_size
+
+    def set_world_size(self, size: int) -> None:
+        """Lightning's product of devices and nodes; the launcher knows better."""
+
+    def global_rank(self) -> int:
+        return self._env.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Lightning's guess, from equal nodes; the launcher knows better."""
+
+    def local_rank(self) -> int:
+        return self._env.local_rank
+
+    def node_rank(self) -> int:
+        return self._env.node_rank
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        if not is_uneven(os.environ) and num_devices * num_nodes != self._env.world_size:
+            raise LaunchError(
+                f"Trainer(devices={num_devices}, num_nodes={num_nodes}) makes {num_devices * num_nodes} ranks, the "
+                f"launcher started {self._env.world_size}, {self._env.local_world_size} on this node"
+            )
+
+
+def lightning_callbacks() -> list[Any]:
+    """Entry point of ``lightning.pytorch``, called by each Trainer."""
+    return _callbacks("lightning.pytorch")
+
+
+def pytorch_lightning_callbacks() -> list[Any]:
+    """Entry point of ``pytorch_lightning``, called by each Trainer."""
+    return _callbacks("pytorch_lightning")
+
+
+def fabric_callbacks() -> list[Any]:
+    """Entry point of ``lightning.fabric``, called by each Fabric."""
+    if _is_launched():
+        _adapt("lightning.fabric")
+    return []
+
+
+def _is_launched() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ and is_uneven(os.environ)
+
+
+def _callbacks(package: str) -> list[Any]:
+    if not _is_launched():
+        return []
+    _adapt(package)
+    base = importlib.import_module(f"{package}.callbacks").Callback
+
+    class WorldCheck(base):  # type: ignore[misc, valid-type]
+        """A Trainer without ``strategy="ddp"`` would train alone on every rank, without a word."""
+
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            world_size = RankEnv.from_environ().world_size
+            if trainer.world_size != world_size:
+                raise DdpSlurmError(
+                    f"the Trainer has {trainer.world_size} ranks, the launcher started {world_size}; use "
+                    'Trainer(strategy="ddp", devices="auto", num_nodes=...)'
+                )
+
+    return [WorldCheck()]
+
+
+def _adapt(package: str) -> None:
+    """Replace what computes with equal nodes in the strategies and in the check of torchrun's environment."""
+    strategies = importlib.import_module(f"{package}.strategies")
+    for strategy in (strategies.DDPStrategy, strategies.FSDPStrategy):
+        strategy.distributed_sampler_kwargs = property(_sampler_kwargs)
+        strategy.root_device = property(_root_device)
+    fabric = "lightning.fabric" if package.startswith("lightning.") else "lightning_fabric"
+    environments = importlib.import_module(f"{fabric}.plugins.environments")
+    environments.TorchElasticEnvironment.validate_settings = _accept_settings
+
+
+def _sampler_kwargs(strategy: Any) -> dict[str, int]:
+    return {"num_replicas": strategy.world_size, "rank": strategy.global_rank}
+
+
+def _root_device(strategy: Any) -> torch.device:
+    devices = strategy.parallel_devices
+    if devices[0].type == "cpu":
+        return torch.device("cpu")
+    index = RankEnv.from_environ().device_index
+    if index >= len(devices):
+        raise LaunchError(
+            f"local rank {strategy.local_rank} has no device: the Trainer has {len(devices)} on this node; "
+            'use devices="auto"'
+        )
+    return torch.device(devices[index])
+
+
+def _accept_settings(environment: Any, num_devices: int, num_nodes: int) -> None:
+    """Any product is wrong here; the launcher's world is taken instead."""
