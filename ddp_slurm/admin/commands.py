@@ -63,3 +63,37 @@ def probe(
     from .probe import probe as look
 
     look(hosts or [], cluster, output, yes=yes)
+
+
+@app.command()
+def install(
+    cluster: Annotated[Path, typer.Option(help="The cluster.yaml.")] = Path("cluster.yaml"),
+    node: Annotated[list[str] | None, typer.Option(help="Only on this node; may be given again.")] = None,
+    step: Annotated[list[str] | None, typer.Option(help="Only this step; may be given again.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change, change nothing.")] = False,
+    export_ansible: Annotated[
+        bool, typer.Option("--export-ansible", help="Print an Ansible inventory of the cluster instead.")
+    ] = False,
+) -> None:
+    """Install Slurm on the nodes over ssh, up to the first heterogeneous job; safe to run again.
+
+    Steps: hosts, users, clock, packages, munge, slurmctld, slurmd, nodes, first_job.
+    """
+    from ..cluster import Cluster
+    from ..console import say
+    from .install import Outcome, ansible_inventory
+    from .install import install as run_steps
+
+    checked = Cluster.load(cluster)
+    if export_ansible:
+        typer.echo(ansible_inventory(checked), nl=False)
+        return
+
+    def report(outcome: Outcome) -> None:
+        typer.echo(f"{outcome.step:<10} {outcome.node:<16} {outcome.result}")
+        for reason in outcome.reasons:
+            typer.echo(f"{'':<10} {reason}")
+
+    outcomes = run_steps(checked, nodes=node or [], steps=step or [], dry_run=dry_run, report=report)
+    changes = sum(outcome.result in ("changed", "would-change") for outcome in outcomes)
+    say("nothing to change" if not changes else f"{changes} {'would change' if dry_run else 'changed'}")

@@ -99,14 +99,16 @@ def run_script(
     script: str,
     *,
     as_root: bool = False,
+    wrapper: Sequence[str] = (),
     timeout_seconds: float = 60.0,
     runner: Runner = run,
 ) -> Result:
     """Run a POSIX shell script on the node. It travels over standard input, so it may hold secrets.
 
-    ``as_root`` goes through ``sudo -n`` where the login user is not root already. Raises as ``run`` does.
+    ``as_root`` goes through ``sudo -n`` where the login user is not root already; ``wrapper`` is a command that runs
+    the shell, such as ``flock FILE``. Raises as ``run`` does.
     """
-    argv = ["sh", "-s"]
+    argv = [*wrapper, "sh", "-s"]
     if as_root:
         argv = ["sh", "-c", _AS_ROOT, "sh", *argv]
     # A command of the script must not read the rest of the script as its own input: the braces make the shell

@@ -19,10 +19,10 @@ import pytest
 CACHE = Path(os.environ.get("DDP_SLURM_RELEASES", Path.home() / ".cache" / "ddp_slurm" / "releases"))
 SUITE = "bookworm"
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "chrony", "openssh-server", "iproute2")
-HIERARCHIES = ("cpuset", "memory", "devices", "freezer", "cpu", "cpuacct")
+HIERARCHIES = ("cpuset", "memory", "devices", "freezer", "cpu", "cpuacct", "systemd")
 CGROUPS = Path("/sys/fs/cgroup")
 
-# Runs as process 1 of its namespaces; $1 lower $2 upper $3 work $4 root $5 packages $6 host name $7 GPUs
+# Runs as process 1 of its namespaces; $1 lower $2 upper $3 work $4 root $5 packages $6 host name $7 GPUs $8 cgroup hierarchies
 INIT = r"""
 set -eu
 mount --make-rprivate /
@@ -41,7 +41,11 @@ ln -s /proc/self/fd dev/fd
 i=0; while [ "$i" -lt "$7" ]; do mknod -m 666 "dev/nvidia$i" c 195 "$i"; i=$((i + 1)); done
 mount --bind "$5" srv/packages
 mount -t tmpfs -o mode=755 tmpfs sys/fs/cgroup
-for c in cpuset memory devices freezer cpu cpuacct; do mkdir "sys/fs/cgroup/$c"; mount -t cgroup -o "$c" cgroup "sys/fs/cgroup/$c"; done
+for c in $8; do
+    mkdir "sys/fs/cgroup/$c"
+    if [ "$c" = systemd ]; then o=none,name=systemd; else o=$c; fi
+    mount -t cgroup -o "$o" cgroup "sys/fs/cgroup/$c"
+done
 hostname "$6"
 echo "$6" >etc/hostname
 printf '127.0.0.1 localhost\n127.0.1.1 %s\n' "$6" >etc/hosts
@@ -145,8 +149,11 @@ class Machines:
         for hierarchy in HIERARCHIES:
             _make_cgroup(CGROUPS / hierarchy / self._cgroup(name))
         enter = f"for h in {' '.join(HIERARCHIES)}; do echo $$ >{CGROUPS}/$h/{self._cgroup(name)}/cgroup.procs; done; "
-        spaces = "exec unshare --fork --kill-child --pid --mount --uts --ipc --net --cgroup -- "
-        arguments = [root, *layers, packages, name, self.gpus[name]]
+        # killed along with the tests, should they be
+        spaces = (
+            "exec setpriv --pdeathsig KILL unshare --fork --kill-child --pid --mount --uts --ipc --net --cgroup -- "
+        )
+        arguments = [root, *layers, packages, name, self.gpus[name], " ".join(HIERARCHIES)]
         process = subprocess.Popen(
             ["sh", "-c", enter + spaces + '"$@"', "sh", "sh", "-c", INIT, "init", *map(str, arguments)],
             stdout=subprocess.PIPE, stderr=(self.folder / f"{name}.log").open("w"), text=True,
@@ -160,7 +167,7 @@ class Machines:
         self._connect(name)
 
     def _connect(self, name: str) -> None:
-        link = f"{self.bridge}-{len(self.pids)}"
+        link = f"{self.bridge}-{len(self.pids)}"  # known by its number in down()
         _ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", str(self.pids[name]))
         _ip("link", "set", link, "master", self.bridge, "up")
         self.exec(name, "ip", "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
@@ -181,6 +188,9 @@ class Machines:
                 os.kill(pid, signal.SIGKILL)
         for process in self._processes:
             process.wait(timeout=60)
+        # The kernel takes its time to drop a dead network namespace, and the links' names with it.
+        for number in range(1, len(self.gpus) + 1):
+            _ip("link", "del", f"{self.bridge}-{number}", check=False)
         _ip("link", "del", self.bridge, check=False)
         for name in self.gpus:
             for hierarchy in HIERARCHIES:

@@ -1,0 +1,18 @@
+# shellcheck shell=sh
+# What the installer has to know of a node before its steps. ASK_KEY=yes on the controller: its munge key, if there.
+
+fact() { printf 'fact %s %s\n' "$1" "$2" >&3; }
+
+candidate() { apt-cache policy slurmd 2>/dev/null | sed -n 's/^ *Candidate: *//p' | grep -v '(none)' || true; }
+
+fact munge_uid "$(id -u munge 2>/dev/null || true)"
+fact slurm_uid "$(id -u slurm 2>/dev/null || true)"
+if command -v slurmd >/dev/null; then
+    fact slurm_version "$(slurmd -V | sed 's/.* //')"
+else
+    if [ -z "$(candidate)" ] && [ "$DRY_RUN" = no ]; then apt-get -q update || true; fi
+    fact slurm_version "$(candidate | sed 's/^[0-9]*://;s/[-+~].*//')"
+fi
+if [ "${ASK_KEY:-}" = yes ] && [ "$(stat -c %s /etc/munge/munge.key 2>/dev/null)" = 1024 ]; then
+    fact munge_key "$(base64 -w0 </etc/munge/munge.key)"
+fi

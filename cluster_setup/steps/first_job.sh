@@ -1,0 +1,19 @@
+# shellcheck shell=sh
+# On the controller: one step over all nodes, a task a GPU. SRUN is its command line, TASKS the number expected.
+
+check() {
+    job=$(mktemp)
+    status=0
+    eval "timeout 180 $SRUN" >"$job" || status=$?
+    found=$(sed -n 's/^rank //p' "$job" | sort -u | wc -l)
+    sed -n 's/^rank //p' "$job" | sort -n | while read -r line; do say "rank $line"; done
+    rm -f "$job"
+    if [ "$status" != 0 ] || [ "$found" != "$TASKS" ]; then
+        say "the first job ended with status $status and $found of $TASKS ranks"
+        return 1
+    fi
+}
+
+apply() { :; }
+
+verify() { return 1; }

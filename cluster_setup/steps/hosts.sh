@@ -1,0 +1,49 @@
+# shellcheck shell=sh
+# Every node knows every node's address, and calls itself what slurm.conf calls it.
+
+wanted_hosts() { printf '%s\n' "$NODES" | while read -r name address; do printf '%s %s\n' "$address" "$name"; done; }
+
+short_name() { uname -n | cut -d. -f1; }
+
+# Ubuntu gives a machine's own name to 127.0.1.1, where no other rank can reach it.
+own_loopback() { grep -Eq "^127\.[0-9.]+[[:space:]]+(.*[[:space:]])?$NODE([[:space:]].*)?$" /etc/hosts 2>/dev/null; }
+
+check() {
+    missing=0
+    if [ "$(short_name)" != "$NODE" ]; then
+        say "the machine calls itself $(short_name), not $NODE"
+        missing=1
+    fi
+    if [ "$(block_of /etc/hosts)" != "$(wanted_hosts)" ]; then
+        say "/etc/hosts does not have the nodes' addresses"
+        missing=1
+    fi
+    if own_loopback; then
+        say "/etc/hosts gives $NODE to a loopback address"
+        missing=1
+    fi
+    return "$missing"
+}
+
+apply() {
+    if [ "$(short_name)" != "$NODE" ]; then
+        if has_systemd; then
+            hostnamectl set-hostname "$NODE"
+        else
+            write_file /etc/hostname 0644 root:root "$NODE
+"
+            hostname "$NODE"
+        fi
+    fi
+    if own_loopback; then
+        text=$(sed -E "/^127\.[0-9.]+[[:space:]]/s/[[:space:]]$NODE([[:space:]]|\$)/\1/" /etc/hosts |
+            sed -E 's/^127\.[0-9.]+[[:space:]]*$//')
+        write_file /etc/hosts 0644 root:root "$text
+"
+    fi
+    write_block /etc/hosts "$(wanted_hosts)"
+}
+
+verify() {
+    check && getent hosts "$NODE" >&2
+}

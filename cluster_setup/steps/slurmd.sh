@@ -1,0 +1,74 @@
+# shellcheck shell=sh
+# slurmd, with the configuration that the controller hands out: no node keeps a copy of its own that could grow old.
+# SLURM_CONF, GRES_CONF and CGROUP_CONF are the files' texts.
+
+server="$CONTROLLER_ADDRESS:6817"
+case $CONTROLLER_ADDRESS in *:*) server="[$CONTROLLER_ADDRESS]:6817" ;; esac
+
+options_text() {
+    printf '# Written by: ddp-slurm cluster install\nSLURMD_OPTIONS="--conf-server %s"\n' "$server"
+}
+
+# Debian's unit does not start without /etc/slurm/slurm.conf, which only the controller has.
+# The driver has to be there first: gres.conf names its device files.
+unit_text() {
+    printf '[Unit]\nConditionPathExists=\nAfter=nvidia-persistenced.service munge.service\n'
+}
+
+# Where slurmd keeps what it was handed.
+handed() {
+    for folder in /run/slurm/conf /var/lib/slurm/slurmd/conf-cache; do
+        if [ -e "$folder/$1" ]; then cat "$folder/$1" && return; fi
+    done
+}
+
+check() {
+    missing=0
+    if ! options_text | cmp -s - /etc/default/slurmd; then
+        say "slurmd is not told to ask the controller for its configuration"
+        missing=1
+    fi
+    if has_systemd && ! unit_text | cmp -s - /etc/systemd/system/slurmd.service.d/ddp-slurm.conf; then
+        say "slurmd's unit waits for a file that only the controller has"
+        missing=1
+    fi
+    if ! is_controller && [ -e /etc/slurm/slurm.conf ]; then
+        say "/etc/slurm/slurm.conf is a copy of its own"
+        missing=1
+    fi
+    if [ -z "$(daemon_pid slurmd)" ]; then
+        say "slurmd does not run"
+        missing=1
+    elif [ "$(handed slurm.conf)" != "$SLURM_CONF_TEXT" ] || [ "$(handed gres.conf)" != "$GRES_CONF_TEXT" ] ||
+        [ "$(handed cgroup.conf)" != "$CGROUP_CONF_TEXT" ]; then
+        say "slurmd runs with another configuration"
+        missing=1
+    fi
+    return "$missing"
+}
+
+# Without the newlines at the end, as command substitution leaves the others.
+SLURM_CONF_TEXT=$(printf '%s' "$SLURM_CONF")
+GRES_CONF_TEXT=$(printf '%s' "$GRES_CONF")
+CGROUP_CONF_TEXT=$(printf '%s' "$CGROUP_CONF")
+
+apply() {
+    stop_daemon slurmd slurmd
+    install -d -o slurm -g slurm -m 0755 /var/lib/slurm /var/log/slurm
+    install -d -m 0755 /var/lib/slurm/slurmd
+    if ! is_controller && [ -e /etc/slurm/slurm.conf ]; then mv /etc/slurm/slurm.conf /etc/slurm/slurm.conf.old; fi
+    write_file /etc/default/slurmd 0644 root:root "$(options_text)
+"
+    if has_systemd; then
+        install -d -m 0755 /etc/systemd/system/slurmd.service.d
+        write_file /etc/systemd/system/slurmd.service.d/ddp-slurm.conf 0644 root:root "$(unit_text)
+"
+        systemctl daemon-reload
+    fi
+    start_daemon slurmd slurmd --conf-server "$server" || say "$(last_words_of slurmd)"
+}
+
+verify() {
+    wait_for 60 check || say "$(last_words_of slurmd)"
+    check
+}

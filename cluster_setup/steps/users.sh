@@ -1,0 +1,42 @@
+# shellcheck shell=sh
+# munge and slurm have the same ids on all nodes, set before the packages would choose some. MUNGE_UID, SLURM_UID.
+
+is_right() { # NAME ID
+    [ "$(id -u "$1" 2>/dev/null)" = "$2" ] && [ "$(getent group "$1" | cut -d: -f3)" = "$2" ]
+}
+
+check() {
+    missing=0
+    for pair in "munge $MUNGE_UID" "slurm $SLURM_UID"; do
+        if ! is_right "${pair% *}" "${pair#* }"; then
+            say "user ${pair% *} has id $(id -u "${pair% *}" 2>/dev/null || echo none), not ${pair#* }"
+            missing=1
+        fi
+    done
+    return "$missing"
+}
+
+one_user() { # NAME ID UNIT DAEMON: the files it owns follow its id
+    name=$1
+    id=$2
+    if is_right "$name" "$id"; then return; fi
+    other=$(getent passwd "$id" | cut -d: -f1)
+    if [ -n "$other" ] && [ "$other" != "$name" ]; then fail "id $id, wanted for $name, belongs to $other"; fi
+    if [ -n "$(daemon_pid "$4")" ]; then stop_daemon "$3" "$4"; fi
+    if getent group "$name" >/dev/null; then groupmod -g "$id" "$name"; else groupadd -r -g "$id" "$name"; fi
+    if getent passwd "$name" >/dev/null; then
+        usermod -u "$id" -g "$id" "$name"
+    else
+        useradd -r -u "$id" -g "$id" -d "/nonexistent" -M -s /usr/sbin/nologin "$name"
+    fi
+    for folder in "/etc/$name" "/var/lib/$name" "/var/log/$name" "/run/$name" /var/spool/slurm*; do
+        if [ -e "$folder" ] && [ "$folder" != /etc/slurm ]; then chown -R "$name:$name" "$folder"; fi
+    done
+}
+
+apply() {
+    one_user munge "$MUNGE_UID" munge munged
+    one_user slurm "$SLURM_UID" slurmctld slurmctld
+}
+
+verify() { check; }
