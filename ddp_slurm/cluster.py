@@ -32,11 +32,20 @@ class ClusterError(DdpSlurmError):
     """cluster.yaml, or the part of it that was asked for, cannot be used."""
 
 
-class GpuModel(Schema):
+@dataclass(frozen=True, slots=True)
+class GpuModel:
     """GPUs of one model in one node: ``gpu:a100:4`` in Slurm's words, ``gpu:4`` without a type.
 
     ``minors`` are the numbers of the device files ``/dev/nvidiaN`` where they are not 0, 1, 2, ...
     """
+
+    type: str | None = None
+    count: int = 1
+    minors: tuple[int, ...] | None = None
+
+
+class GpuEntry(Schema):
+    """A value of ``gpus:``."""
 
     type: GpuType | None = None
     count: PositiveNumber = 1
@@ -123,7 +132,7 @@ class NodeEntry(Schema):
     """An item of ``nodes:``; its name may be a host expression that stands for many equal machines."""
 
     name: Annotated[tuple[str, ...], BeforeValidator(_host_names)]
-    gpus: Annotated[tuple[GpuModel, ...], BeforeValidator(_gpu_models)] = ()
+    gpus: Annotated[tuple[GpuEntry, ...], BeforeValidator(_gpu_models)] = ()
     cpus: PositiveNumber | None = None
     memory: MemoryMb | None = None
     address: Address | None = None
@@ -149,12 +158,13 @@ class NodeEntry(Schema):
     def expand(self, cluster_ssh: Ssh) -> list[Node]:
         ssh = Ssh(**{**cluster_ssh.model_dump(exclude_none=True), **self.ssh.model_dump(exclude_none=True)})
         shared = {
+            "gpus": tuple(GpuModel(entry.type, entry.count, entry.minors) for entry in self.gpus),
             "memory_mb": self.memory,
             "env": tuple(self.env.items()),
             "ssh": ssh,
             **{
                 name: getattr(self, name)
-                for name in ("gpus", "cpus", "address", "interface", "partition", "constraint", "sockets",
+                for name in ("cpus", "address", "interface", "partition", "constraint", "sockets",
                              "cores_per_socket", "threads_per_core", "features", "os")
             },
         }  # fmt: skip

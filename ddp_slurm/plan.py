@@ -3,7 +3,6 @@
 Pure: takes a Cluster and JobOptions, returns a Plan, runs and reads nothing but the file of speeds it is given.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -208,10 +207,11 @@ def _shape(node: Node, gpus: tuple[GpuModel, ...], options: JobOptions) -> Compo
     )
 
 
-def _natural(name: str) -> list[tuple[bool, int, str]]:
-    return [
-        (not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"([0-9]+)", name) if part
-    ]
+def _natural(name: str) -> tuple[str, int, str]:
+    """Slurm's order of host names: by the text before the last number, then by that number."""
+    prefix = name.rstrip("0123456789")
+    digits = name[len(prefix) :]
+    return prefix, int(digits or -1), digits
 
 
 class Speed(Schema):
