@@ -9,11 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from . import network
 from .errors import LabError
 
 if TYPE_CHECKING:
     from .lab import Lab, LabNode
 
+SLURMCTLD_PORT = 6817
 START_SECONDS = 60.0
 POLL_SECONDS = 0.05
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -52,15 +54,24 @@ def start_slurmctld(lab: "Lab") -> None:
     log = lab.folder / "log" / "slurmctld.log"
     _start(lab, None, ["slurmctld", "-f", str(lab.slurm_conf)], log)
     _wait(
-        lambda: lab.run(["scontrol", "show", "partition"], capture_output=True).returncode == 0,
+        lambda: network.listens(lab.switch, SLURMCTLD_PORT),
         lambda: f"slurmctld does not answer\n{log_tail(log)}",
         lambda: not lab.daemon_runs(None, "slurmctld"),
     )
 
 
-def start_slurmd(lab: "Lab", node: "LabNode") -> None:
-    (lab.folder / "spool" / node.name).mkdir(exist_ok=True)
-    _start(lab, node, ["slurmd", "-N", node.name, "-f", str(lab.slurm_conf)], slurmd_log(lab, node))
+def start_slurmd(lab: "Lab", *nodes: "LabNode") -> None:
+    """Start the nodes' slurmd, all at once."""
+    for node in nodes:
+        (lab.folder / "spool" / node.name).mkdir(exist_ok=True)
+    launched = [_launch(lab, node, ["slurmd", "-N", node.name, "-f", str(lab.slurm_conf)]) for node in nodes]
+    faults = []
+    for node, process in zip(nodes, launched, strict=True):
+        _, error = process.communicate()
+        if process.returncode:
+            faults.append(_failure("slurmd", node.name, error, slurmd_log(lab, node)))
+    if faults:
+        raise LabError("\n".join(faults))
 
 
 def slurmd_log(lab: "Lab", node: "LabNode") -> Path:
@@ -91,13 +102,22 @@ def wait_for_nodes(lab: "Lab") -> None:
 
 def _start(lab: "Lab", node: "LabNode | None", argv: list[str], log: Path) -> None:
     """Start a daemon that goes into the background by itself."""
+    process = _launch(lab, node, argv)
+    _, error = process.communicate()
+    if process.returncode:
+        raise LabError(_failure(argv[0], node.name if node else lab.controller, error, log))
+
+
+def _launch(lab: "Lab", node: "LabNode | None", argv: list[str]) -> "subprocess.Popen[str]":
     environ = {"PATH": PATH, "HOME": "/root", "LANG": os.environ.get("LANG", "C.UTF-8"), "TMPDIR": "/tmp"}
-    done = subprocess.run(
-        lab.inside(node, argv), env=environ, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
-    if done.returncode:
-        where = node.name if node else lab.controller
-        raise LabError(f"{argv[0]} on {where} does not start: {done.stderr.strip()}\n{log_tail(log)}".rstrip())
+    return subprocess.Popen(
+        lab.inside(node, argv), env=environ, cwd="/", text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def _failure(program: str, host: str, error: str, log: Path) -> str:
+    return f"{program} on {host} does not start: {error.strip()}\n{log_tail(log)}".rstrip()
 
 
 def _wait(done: Callable[[], bool], message: Callable[[], str], hopeless: Callable[[], bool] | None = None) -> None:

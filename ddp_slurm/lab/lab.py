@@ -108,14 +108,13 @@ class Lab:
             (self.folder / part).mkdir()
         (self.folder / "etc/hosts").write_text(self._hosts())
         (self.folder / "etc/nsswitch.conf").write_text(_NSSWITCH)
-        network.make_switch(self._switch, self.network)
+        network.make_switch(self.switch, self.network)
         for node in self.nodes:
-            network.make_node(node.netns, self._switch, node.index, node.address)
+            network.make_node(node.netns, self.switch, node.index, node.address)
         write_configuration(self, cluster, daemons.slurm_version(self))
         daemons.start_munged(self)
         daemons.start_slurmctld(self)
-        for node in self.nodes:
-            daemons.start_slurmd(self, node)
+        daemons.start_slurmd(self, *self.nodes)
         daemons.wait_for_nodes(self)
 
     def _hosts(self) -> str:
@@ -149,7 +148,8 @@ class Lab:
         return f"{network.NETWORKS[self.network]}.{network.SWITCH_HOST}"
 
     @property
-    def _switch(self) -> str:
+    def switch(self) -> str:
+        """The network namespace of slurmctld, munged and the bridge."""
         return _prefix(self.name) + self.controller
 
     @property
@@ -166,7 +166,7 @@ class Lab:
 
     def inside(self, node: LabNode | None, argv: Sequence[str | os.PathLike[str]]) -> list[str]:
         """The command line that runs ``argv`` in a node's network, host name and hosts file; None: slurmctld's host."""
-        netns, host = (node.netns, node.name) if node else (self._switch, self.controller)
+        netns, host = (node.netns, node.name) if node else (self.switch, self.controller)
         return enter(argv, etc=self.folder / "etc", netns=netns, host=host, root=self.slurm_root)
 
     def command(self, argv: Sequence[str | os.PathLike[str]]) -> list[str]:
@@ -192,17 +192,18 @@ class Lab:
     def kill(self, node: str) -> None:
         """The node dies as if unplugged: slurmd, all steps and all else in it are killed, and the link goes down."""
         dead = self.node(node)
-        network.plug(self._switch, dead.index, up=False)
+        network.check_outside(dead.netns)
+        network.plug(self.switch, dead.index, up=False)
         network.kill_processes(dead.netns)
 
     def revive(self, node: str) -> None:
         """Plug a killed node in again and start its slurmd; Slurm takes it back when it has registered."""
         dead = self.node(node)
-        network.plug(self._switch, dead.index, up=True)
+        network.plug(self.switch, dead.index, up=True)
         daemons.start_slurmd(self, dead)
 
     def daemon_runs(self, node: LabNode | None, name: str) -> bool:
-        pids = network.processes(node.netns if node else self._switch)
+        pids = network.processes(node.netns if node else self.switch)
         return any(_command_name(pid) == name for pid in pids)
 
     def status(self) -> dict[str, str]:
@@ -258,6 +259,7 @@ def remove(name: str) -> None:
     with _registry():
         if not folder.exists() and not network.namespaces(_prefix(name)):
             Lab.find(name)  # raises, with the labs that there are
+        network.check_outside(*network.namespaces(_prefix(name)))
         if (folder / "lab.json").exists():
             network.remove_link(Lab.find(name).network)
         for netns in network.namespaces(_prefix(name)):

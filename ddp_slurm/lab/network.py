@@ -91,12 +91,10 @@ def processes(netns: str) -> list[int]:
     """All processes inside a namespace. The kernel's word, so no stale pid file can name somebody else's."""
     try:
         wanted = os.stat(NETNS_FOLDER / netns)
-        machine = os.stat("/proc/self/ns/net")
     except FileNotFoundError:
         return []
-    # A file that is no namespace (`ip netns add` was killed half-way), or a bind mount of the machine's own one.
-    if wanted.st_dev != machine.st_dev or wanted.st_ino == machine.st_ino:
-        return []
+    if wanted.st_dev != os.stat("/proc/self/ns/net").st_dev:
+        return []  # a plain file: `ip netns add` was killed half-way
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -108,12 +106,32 @@ def processes(netns: str) -> list[int]:
     return found
 
 
+def listens(netns: str, port: int) -> bool:
+    """Whether something in a namespace listens on a TCP port. Read from the kernel: a connection would be logged."""
+    for pid in processes(netns):
+        lines: list[str] = []
+        for file in ("tcp", "tcp6"):
+            try:
+                lines += Path(f"/proc/{pid}/net/{file}").read_text().splitlines()
+            except OSError:  # no IPv6, or the process is gone meanwhile
+                continue
+        fields = [line.split() for line in lines]
+        if any(field[1].endswith(f":{port:04X}") and field[3] == "0A" for field in fields):  # 0A: TCP_LISTEN
+            return True
+    return False
+
+
+def check_outside(*netns: str) -> None:
+    """Raises LabError where this very process runs inside one of the namespaces and would kill itself half-way."""
+    for name in netns:
+        if os.getpid() in processes(name):
+            raise LabError(f"this very process runs inside {name}; do that from outside the lab")
+
+
 def kill_processes(netns: str) -> None:
     """SIGKILL everything in a namespace, children that are born meanwhile included, and wait until it is gone."""
     give_up = time.monotonic() + DEATH_SECONDS
     while pids := processes(netns):
-        if os.getpid() in pids:
-            raise LabError(f"this very process runs inside {netns}; do that from outside the lab")
         if time.monotonic() > give_up:
             raise LabError(f"processes {pids} in network namespace {netns} do not die")
         for pid in pids:

@@ -242,6 +242,11 @@ def test_command_line(needs_lab, new_name, tmp_path):
         assert cli("status", "--name", new_name).stdout == "b\tIDLE\na1\tIDLE\na2\tIDLE\n"
         inside = cli("exec", "--name", new_name, "a1", "sh", "-c", "hostname; sinfo -ho %P; exit 5", "--help")
         assert (inside.returncode, sorted(inside.stdout.split())) == (5, ["a1", "all*", "big"])
+        suicide = cli(
+            "exec", "--name", new_name, "a2", sys.executable, "-m", "ddp_slurm.cli", "lab", "down", "--name", new_name
+        )
+        assert (suicide.returncode, "from outside the lab" in suicide.stderr) == (2, True)
+        assert lab.status()["a2"] == "IDLE"
         assert cli("kill", "--name", new_name, "a1").returncode == 0
         assert network.processes(lab.node("a1").netns) == []
     finally:
