@@ -1,0 +1,193 @@
+"""The installer's own part: what is asked, in which order, what travels where. The steps run in tests/slurm."""
+
+import base64
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ddp_slurm.admin import install as installer
+from ddp_slurm.admin.install import STEPS, InstallError, Outcome, ansible_inventory, first_job, install, step_script
+from ddp_slurm.admin.remote import RemoteError, Result
+from ddp_slurm.cluster import Cluster, GpuModel, Node, Ssh
+
+CLUSTER = Cluster(
+    "lab",
+    (
+        Node("gamma", gpus=(GpuModel(type="titan"),), cpus=8, memory_mb=30000, address="198.18.0.3", partition="small"),
+        Node("alpha", gpus=(GpuModel(type="a100", count=4),), cpus=2, memory_mb=240000, address="198.18.0.1",
+             ssh=Ssh(user="ops", port=2222, identity="~/id")),
+        Node("login", cpus=4, memory_mb=8000, address="fd00::4"),
+    ),
+    controller="alpha",
+)  # fmt: skip
+
+
+class Nodes:
+    """Stands for the nodes: takes each step's script, remembers it, and answers as told."""
+
+    def __init__(
+        self, versions: dict[str, str] | None = None, answer: Callable[[str, str], Result] | None = None
+    ) -> None:
+        self.versions = versions or {node.name: "22.05.8" for node in CLUSTER.nodes}
+        self.answer = answer or (lambda step, node: Result(0, "result ok\n", ""))
+        self.ran: list[tuple[str, str]] = []
+        self.scripts: dict[tuple[str, str], str] = {}
+        self.arguments: list[str] = []
+
+    def __call__(
+        self, node: Node, argv: Sequence[str], *, input: bytes | None = None, timeout_seconds: float = 0
+    ) -> Result:
+        self.arguments += argv
+        text = (input or b"").decode()
+        if "ASK_KEY=" in text:
+            return Result(0, f"fact munge_uid \nfact slurm_uid \nfact slurm_version {self.versions[node.name]}\n", "")
+        purpose = {step_script(step.name, {}, ""): step.name for step in STEPS}
+        step = next(name for body, name in purpose.items() if body.rstrip() in text)
+        self.ran.append((step, node.name))
+        self.scripts[step, node.name] = text
+        return self.answer(step, node.name)
+
+
+def test_steps_run_in_order_and_the_controllers_on_it_alone() -> None:
+    nodes = Nodes()
+    install(CLUSTER, runner=nodes)
+    assert list(dict.fromkeys(step for step, _ in nodes.ran)) == [step.name for step in STEPS]
+    assert [node for step, node in nodes.ran if step in ("slurmctld", "nodes", "first_job")] == ["alpha"] * 3
+    assert sorted(node for step, node in nodes.ran if step == "users") == ["alpha", "gamma", "login"]
+
+
+def test_a_part_of_the_steps_and_nodes() -> None:
+    nodes = Nodes()
+    install(CLUSTER, steps=["munge", "slurmctld", "hosts"], nodes=["gamma"], runner=nodes)
+    assert nodes.ran == [("hosts", "gamma"), ("munge", "gamma")]
+    with pytest.raises(InstallError, match="'mungee' is not known; did you mean 'munge'"):
+        install(CLUSTER, steps=["mungee"], runner=nodes)
+    with pytest.raises(InstallError, match="'gama' is not in the cluster; did you mean 'gamma'"):
+        install(CLUSTER, nodes=["gama"], runner=nodes)
+
+
+def test_the_key_is_made_once_and_travels_on_standard_input_to_its_step_alone() -> None:
+    nodes = Nodes()
+    install(CLUSTER, runner=nodes)
+    lines = {
+        name: next(line for line in text.splitlines() if line.startswith("MUNGE_KEY="))
+        for (step, name), text in nodes.scripts.items()
+        if step == "munge"
+    }
+    assert len(lines) == 3
+    (line,) = set(lines.values())
+    key = line.removeprefix("MUNGE_KEY=").strip("'")
+    assert len(base64.b64decode(key)) == 1024
+    assert not any(key in argument for argument in nodes.arguments)
+    assert {step for (step, _), text in nodes.scripts.items() if key in text} == {"munge"}
+
+
+def test_a_step_that_fails_is_the_last() -> None:
+    def answer(step: str, node: str) -> Result:
+        if (step, node) == ("packages", "gamma"):
+            return Result(100, "say not installed: munge\n", "E: Unable to locate package munge\n")
+        if (step, node) == ("packages", "login"):
+            raise RemoteError("login: cannot be reached")
+        return Result(0, "say why\nresult changed\n", "")
+
+    nodes = Nodes(answer=answer)
+    seen: list[Outcome] = []
+    with pytest.raises(InstallError) as fault:
+        install(CLUSTER, runner=nodes, report=seen.append)
+    assert "step packages failed" in str(fault.value)
+    assert "gamma: not installed: munge; E: Unable to locate package munge" in str(fault.value)
+    assert "login: cannot be reached" in str(fault.value)
+    assert nodes.ran[-1][0] == "packages"
+    assert Outcome("packages", "alpha", "changed", ("why",)) in seen
+
+
+def test_different_releases_are_refused_before_anything_is_changed() -> None:
+    nodes = Nodes({"gamma": "21.08.5", "alpha": "23.11.4", "login": "23.11.4"})
+    with pytest.raises(InstallError, match=r"different Slurm releases: gamma 21\.08\.5, alpha 23\.11\.4"):
+        install(CLUSTER, runner=nodes)
+    assert nodes.ran == []
+    with pytest.raises(InstallError, match="no Slurm package can be found on login"):
+        install(CLUSTER, runner=Nodes({"gamma": "22.05.8", "alpha": "22.05.2", "login": ""}))
+
+
+def test_a_node_that_others_cannot_reach_by_its_address_is_refused() -> None:
+    for node, cause in (
+        (Node("localhost"), "is 127.0.0.1 here|is ::1 here"),
+        (Node("no-such-host.invalid"), "no address here"),
+    ):
+        with pytest.raises(InstallError, match=cause):
+            install(Cluster("lab", (node,)), runner=Nodes())
+
+
+def test_the_first_job_has_a_task_for_each_gpu() -> None:
+    line, tasks = first_job(CLUSTER)
+    assert tasks == 3  # alpha has two CPUs for its four GPUs, login no GPU
+    segments = line.split(" : ")
+    assert ["--nodelist=gamma" in segments[0], "--nodelist=alpha" in segments[1], len(segments)] == [True, True, 2]
+    assert "--partition=small" in segments[0]
+    assert "--ntasks=2 --gres=gpu:a100:4" in segments[1]
+
+
+def test_the_inventory_tells_ansible_how_to_reach_the_nodes() -> None:
+    inventory = yaml.safe_load(ansible_inventory(CLUSTER))["all"]
+    assert inventory["hosts"]["alpha"] == {
+        "ansible_host": "198.18.0.1", "ansible_user": "ops", "ansible_port": 2222,
+        "ansible_ssh_private_key_file": "~/id", "slurm_gres": "gpu:a100:4", "slurm_cpus": 2, "slurm_memory_mb": 240000,
+    }  # fmt: skip
+    groups = {name: list(group["hosts"]) for name, group in inventory["children"].items()}
+    assert groups == {
+        "slurm_controller": ["alpha"], "slurm_nodes": ["gamma", "alpha", "login"], "gpu_nodes": ["gamma", "alpha"],
+    }  # fmt: skip
+
+
+def run_shell(body: str, tmp_path: Path, dry_run: str = "no") -> "subprocess.CompletedProcess[str]":
+    """A step of one's own behind the common part."""
+    common = Path(installer.__file__).parents[2] / "cluster_setup/steps/common.sh"
+    text = f"DRY_RUN={dry_run}\nNODE=a\nCONTROLLER=a\nF='{tmp_path}/f'\n{common.read_text()}\n{body}\nrun_step\n"
+    return subprocess.run(["sh", "-s"], input=text, capture_output=True, text=True, check=False)
+
+
+COUNTING = 'check() {{ [ -e "$F" ] || {{ say missing; return 1; }}; }}\napply() {{ {apply}; }}\nverify() {{ check; }}'
+
+
+@pytest.mark.parametrize(
+    ("apply", "dry_run", "stdout", "status"),
+    [
+        ('touch "$F"; echo noise', "no", "say missing\nresult changed\n", 0),
+        ('touch "$F"', "yes", "say missing\nresult would-change\n", 0),
+        ("true", "no", "say missing\nsay missing\n", 1),  # it did not hold
+        ('false; touch "$F"', "no", "say missing\n", 1),  # a command of apply that fails ends it
+        ("fail 'no disk'", "no", "say missing\nsay no disk\n", 1),
+    ],
+)
+def test_check_apply_verify(tmp_path: Path, apply: str, dry_run: str, stdout: str, status: int) -> None:
+    done = run_shell(COUNTING.format(apply=apply), tmp_path, dry_run)
+    assert (done.stdout, done.returncode) == (stdout, status), done.stderr
+    assert (tmp_path / "f").exists() == (status == 0 and dry_run == "no")
+
+
+def test_the_marked_block_is_replaced_and_the_rest_kept(tmp_path: Path) -> None:
+    file = tmp_path / "f"
+    file.write_text("mine\n# begin of ddp-slurm\nold\n# end of ddp-slurm\nalso mine\n")
+    body = """check() { [ "$(block_of "$F")" = "$(printf 'new 1\\nnew 2')" ]; }
+    chown() { :; }
+    apply() { write_block "$F" "$(printf 'new 1\\nnew 2')"; }
+    verify() { check; }"""
+    assert run_shell(body, tmp_path).stdout == "result changed\n"
+    text = file.read_text()
+    assert text == "mine\nalso mine\n# begin of ddp-slurm\nnew 1\nnew 2\n# end of ddp-slurm\n"
+    assert run_shell(body, tmp_path).stdout == "result ok\n"
+    assert file.read_text() == text
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck_is_silent() -> None:
+    folder = Path(installer.__file__).parents[2] / "cluster_setup"
+    scripts = sorted([*folder.glob("*.sh"), *folder.glob("steps/*.sh")])
+    assert len(scripts) >= len(STEPS) + 3
+    done = subprocess.run(["shellcheck", *scripts], capture_output=True, text=True, check=False)
+    assert done.stdout == ""
