@@ -54,7 +54,7 @@ def slurm_release(version: str) -> str:
     match = re.fullmatch(r"(?:slurm(?:-wlm)? )?([0-9]{2}\.[0-9]{2})(?:[.-][0-9A-Za-z.~+-]*)?", version)
     if not match:
         raise SlurmReleaseError(
-            f"{version!r} is not a Slurm version, such as 22.05 or 22.05.8 ('sinfo --version' shows it)"
+            f"{version!r} is not a Slurm version, such as 22.05 or 22.05.8 ('slurmd -V' shows it)"
         )
     release = match[1]
     if release < RELEASES[0]:

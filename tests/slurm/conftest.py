@@ -136,6 +136,9 @@ CHOSEN_RELEASES = os.environ.get("DDP_SLURM_TEST_RELEASES", "22.05,24.11")
 NOT_ABOUT_THE_CONFIGURATION = [
     # The first start of a cluster has no state yet.
     r"Could not open .* state file .*: No such file or directory", r"NOTE: Trying backup state save file",
+    r"No fed_mgr state file",
+    # slurmdbd speaks to a slurmctld that is still starting.
+    r"update cluster: Connection refused",
     # Debian builds the plugin and leaves the library out.
     r"mpi/pmix|pmi/pmix",
     # A client that ended while a daemon was still writing to it.

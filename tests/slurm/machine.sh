@@ -61,9 +61,27 @@ wait_until() { # SECONDS COMMAND...
 # shellcheck disable=SC2317 # wait_until calls it
 is_idle() { inside scontrol -o show node "$name" | grep -q ' State=IDLE '; }
 
+database() { # MariaDB as the guide and slurmdbd.conf say; its settings are those that slurmdbd asks for
+    for folder in var/lib/mysql run/mysqld; do
+        mkdir -p "$root/$folder"
+        mount -t tmpfs tmpfs "$root/$folder"
+        inside chown mysql: "/$folder"
+    done
+    chmod 600 "$root/etc/slurm/slurmdbd.conf"
+    inside chown slurm: /etc/slurm/slurmdbd.conf
+    inside mariadb-install-db --user=mysql --auth-root-authentication-method=socket >/dev/null
+    inside mariadbd --user=mysql --skip-networking --innodb-buffer-pool-size=4G --innodb-lock-wait-timeout=900 \
+        >"$out/mariadb.txt" 2>&1 &
+    wait_until 60 inside mariadb -e 'SELECT 1'
+    sed -n "s/^# *\(CREATE DATABASE.*\)/\1/p" "$root/etc/slurm/slurmdbd.conf" | inside mariadb
+    as slurm slurmdbd
+    wait_until 30 inside sacctmgr --noheader show cluster
+}
+
 status=0
 {
     as munge munged &&
+        if [ -e "$conf/slurmdbd.conf" ]; then database; fi &&
         as slurm slurmctld &&
         wait_until 30 inside scontrol ping &&
         inside slurmd --conf-server "$address" &&

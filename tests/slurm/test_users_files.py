@@ -35,29 +35,44 @@ def machine_name() -> Iterator[str]:
         top.rmdir()
 
 
-@pytest.mark.timeout(300)
-def test_a_machine_set_up_with_the_files(
-    release: tuple[str, Path | None], machine_name: str, tmp_path: Path, complaints: Callable[[Path], list[str]]
-) -> None:
+@pytest.fixture
+def run_on_machine(machine_name: str, tmp_path: Path) -> Callable[..., "subprocess.CompletedProcess[str]"]:
+    """``run_on_machine(release, program, slurmdbd=False)``: a machine with the files of its own cluster.yaml; the
+    daemons' logs are in ``tmp_path / "out"``."""
     if not shutil.which("setpriv"):
         pytest.skip("setpriv (util-linux) is not installed")
-    version, root = release
-    memory_mb = schedulable_memory_mb(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20)
-    file = tmp_path / "cluster.yaml"
-    file.write_text(
-        f"nodes:\n  - {{name: {machine_name}, gpus: {{type: titan, count: 2}}, cpus: {os.cpu_count()}, "
-        f"memory: {memory_mb}M, features: [cc75]}}\n"
-    )
-    write_configs(render_configs(Cluster.load(file), slurm_version=version), tmp_path / "conf")
-    out = tmp_path / "out"
-    out.mkdir()
-    command = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child", "sh"]
-    script = Path(__file__).parent / "machine.sh"
-    arguments = [machine_name, ADDRESS, str(root or "/"), str(tmp_path / "conf"), str(out), "sh", "-ec", PROGRAM]
-    environ = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
-    done = subprocess.run([*command, str(script), *arguments], env=environ, capture_output=True, text=True)
+
+    def run(
+        release: tuple[str, Path | None], program: str, *, slurmdbd: bool = False
+    ) -> "subprocess.CompletedProcess[str]":
+        version, root = release
+        memory_mb = schedulable_memory_mb(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20)
+        file, conf, out = tmp_path / "cluster.yaml", tmp_path / "conf", tmp_path / "out"
+        file.write_text(
+            f"nodes:\n  - {{name: {machine_name}, gpus: {{type: titan, count: 2}}, cpus: {os.cpu_count()}, "
+            f"memory: {memory_mb}M, features: [cc75]}}\n"
+        )
+        write_configs(render_configs(Cluster.load(file), slurm_version=version, slurmdbd=slurmdbd), conf)
+        out.mkdir()
+        command = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child", "sh"]
+        script = Path(__file__).parent / "machine.sh"
+        arguments = [machine_name, ADDRESS, str(root or "/"), str(conf), str(out), "sh", "-ec", program]
+        environ = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+        return subprocess.run([*command, str(script), *arguments], env=environ, capture_output=True, text=True)
+
+    return run
+
+
+@pytest.mark.timeout(300)
+def test_a_machine_set_up_with_the_files(
+    release: tuple[str, Path | None],
+    run_on_machine: Callable[..., "subprocess.CompletedProcess[str]"],
+    tmp_path: Path,
+    complaints: Callable[[Path], list[str]],
+) -> None:
+    done = run_on_machine(release, PROGRAM)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert complaints(out) == []
+    assert complaints(tmp_path / "out") == []
     for setting in ("proctrack/cgroup", "task/affinity", "task/cgroup", "slurm(", "select/cons_tres"):
         assert setting in done.stdout
     assert "gres.conf" in done.stdout, "slurmd has fetched the files from slurmctld"
@@ -65,3 +80,27 @@ def test_a_machine_set_up_with_the_files(
     devices = [line.removeprefix("device: ") for line in done.stdout.splitlines() if line.startswith("device: ")]
     assert sorted(devices) == ["No such device or address"] * 2 + ["Operation not permitted"] * 2
     assert done.stdout.count("visible: 0") == 2
+
+
+ACCOUNTING = """
+srun --ntasks=1 --gres=gpu:titan:2 true
+until sacct --allocations --noheader --parsable2 --format=State,AllocTRES --state=COMPLETED | grep COMPLETED
+do i=$((${i:-0} + 1)); [ $i -lt 300 ]; sleep 0.1; done
+"""
+
+
+@pytest.mark.timeout(300)
+def test_accounting_with_the_database_file(
+    run_on_machine: Callable[..., "subprocess.CompletedProcess[str]"],
+    needs_lab: None,
+    tmp_path: Path,
+    complaints: Callable[[Path], list[str]],
+) -> None:
+    """On this machine's own release: a job and its GPUs are in the database."""
+    if not shutil.which("mariadbd", path="/usr/sbin") or not shutil.which("slurmdbd", path="/usr/sbin"):
+        pytest.skip("no mariadb-server and slurmdbd here")
+    version = subprocess.run(["/usr/sbin/slurmd", "-V"], capture_output=True, text=True, check=True).stdout.strip()
+    done = run_on_machine((version, None), ACCOUNTING, slurmdbd=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "gres/gpu=2" in done.stdout
+    assert complaints(tmp_path / "out") == []
