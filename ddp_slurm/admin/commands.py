@@ -14,7 +14,7 @@ app = make_app("Machines to a running Slurm: probe, configs, install.")
 def configs(
     cluster: Annotated[Path, typer.Option(help="The cluster.yaml.")] = Path("cluster.yaml"),
     slurm_version: Annotated[
-        str, typer.Option(help="Slurm's release on all nodes, as 'sinfo --version' shows it.")
+        str, typer.Option(help="Slurm's release on all nodes, as 'slurmd -V' shows it.")
     ] = "22.05",
     output: Annotated[
         Path | None, typer.Option(help="Write the files into this folder instead of printing them.")
