@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from . import __version__, console
+from . import __version__, console, jobs
 from .admin import commands as admin
 from .discover import discover_command
 from .job import Request, plan_request
@@ -35,6 +35,8 @@ def make_app() -> typer.Typer:
 
     for command in (submit, plan):
         app.command(context_settings={"allow_interspersed_args": False})(command)
+    for command in (jobs.status, jobs.logs, jobs.cancel):
+        app.command()(command)
     app.command("discover")(discover_command)
     app.add_typer(admin.app, name="cluster")
     app.add_typer(lab.app, name="lab")

@@ -82,7 +82,8 @@ class Run:
 
     def leave_exit_marker(self, status: int) -> None:
         """The local backend's way; under Slurm the job script does it."""
-        text = f"status={status}\nended={_utc()}\nhost={socket.gethostname()}\nrestarts=0\n"
+        terminated = "yes" if status in (130, 143) else "no"
+        text = f"status={status}\nterminated={terminated}\nended={_utc()}\nhost={socket.gethostname()}\nrestarts=0\n"
         write_whole(self.folder / EXIT_MARKER, text)
 
     def last_look(self) -> JobState | None:
@@ -302,7 +303,7 @@ def versions() -> dict[str, Any]:
         "host": socket.gethostname(),
         "user": _user(),
         "packages": packages,
-        "slurm": _said(["sbatch", "--version"]),
+        "slurm": _said(["scontrol", "--version"]),
         "git": _said(["git", "describe", "--always", "--dirty", "--abbrev=40"]),
     }
 

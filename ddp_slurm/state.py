@@ -219,18 +219,20 @@ def parse_sacct(text: str) -> list[ComponentState]:
 
 
 def parse_exit_marker(text: str) -> ComponentState | None:
-    """What the job script left: lines ``status=3``, ``restarts=0``, ``host=alpha``; None where that is not there."""
+    """What the job script left: lines ``status=3``, ``terminated=no``, ``restarts=0``; None where that is not there.
+
+    ``terminated=yes``: the script itself got SIGTERM, with which Slurm cancels a job and ends it at its time limit.
+    """
     values = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
     status, restarts = values.get("status", ""), values.get("restarts", "")
     if not re.fullmatch(r"[0-9]{1,3}", status):
         return None
-    code = int(status)
-    # 143: the script's trap for SIGTERM, with which Slurm cancels a job and ends it at its time limit
-    state = "COMPLETED" if code == 0 else "CANCELLED" if code == 143 else "FAILED"
+    code, terminated = int(status), values.get("terminated") == "yes"
+    state = "COMPLETED" if code == 0 else "CANCELLED" if terminated else "FAILED"
     return ComponentState(
         job_id="",
         state=state,
-        reason="ended by SIGTERM: cancelled, or its time was up" if code == 143 else "",
+        reason="ended by SIGTERM: cancelled, or its time was up" if terminated else "",
         exit_status=code,
         restarts=int(restarts) if restarts.isdigit() else None,
     )

@@ -100,7 +100,7 @@ def submit(
     follow: Annotated[
         bool,
         typer.Option(
-            "--follow", help="stay: the state, then the log on stderr, until the job ends; Ctrl-C detaches, and ends nothing"
+            "--follow", help="stay: the state, then the log on stderr, until the job ends; Ctrl-C detaches from it"
         ),
     ] = False,
 ) -> None:
@@ -118,6 +118,8 @@ def submit(
         raise OptionsError("no command: put what every rank runs after --, as in: -- python train.py")
     if chosen in (Backend.local, Backend.torchrun):
         place = local if chosen is Backend.local else torchrun
+        if "output" in plan.options.model_fields_set:
+            plan = with_log_path(plan, make_folder=not dry_run)
         text = place.describe(plan)
         if dry_run:
             print(text, end="")
