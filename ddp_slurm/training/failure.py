@@ -7,6 +7,7 @@ rank says so through the rendezvous store, and a thread in every other rank wait
 import os
 import sys
 import threading
+import time
 import traceback
 from datetime import timedelta
 from types import TracebackType
@@ -16,6 +17,22 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from ..errors import DdpSlurmError
 
 FOREVER = timedelta(days=365)
+LAST_WORDS_SECONDS = 2.0
+"""How long rank 0, whose store carries the word, stays for the others to read it."""
+
+
+def tell_all(store: Store, world_size: int, rank: int, word: str) -> str | None:
+    """Give all other ranks the word that ends them; returns another rank's word where that was first, or None."""
+    try:
+        first: str = store.compare_set("first_failure", "", word).decode()
+        if first != word:
+            return first
+        for other in range(world_size):
+            if other != rank:
+                store.set(f"word/{other}", word)
+    except RuntimeError:
+        return None  # no store any more: only the own failure is known
+    return None
 
 
 class FailureWatch:
@@ -33,6 +50,7 @@ class FailureWatch:
         self._thread = threading.Thread(target=self._wait_for_word, name="ddp_slurm failure watch", daemon=True)
         self._previous_hook = sys.excepthook
         self._ended = False
+        self._leaving = threading.Lock()  # one thread has the last word, the other waits for the end
 
     def start(self) -> None:
         sys.excepthook = self._on_uncaught
@@ -49,6 +67,11 @@ class FailureWatch:
             return  # rank 0 and its store are gone already; the thread sees that itself
         self._thread.join(timeout=10)
 
+    def tell_exit(self, status: object) -> None:
+        """``sys.exit`` with a bad status is a failure too, though no exception hook sees it."""
+        tell_all(self._store, self._world_size, self._rank, f"{self._place} exited with {status!r}")
+        self._linger()
+
     def _wait_for_word(self) -> None:
         try:
             self._waiting_store.wait([f"word/{self._rank}"], FOREVER)
@@ -57,39 +80,35 @@ class FailureWatch:
             word = "the host of rank 0 and its store are gone"
         if self._ended or word == "finished":
             return
+        self._leaving.acquire()
         _last_words(f"{self._place}: ends, because {word}")
+        self._linger()
         os._exit(1)
 
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """End this process at once: a process group with a collective under way cannot be closed in order."""
-        first = self._tell(f"{self._place} failed: {kind.__name__}: {error}")
-        if first is not None:
-            _last_words(f"{self._place}: ends, because {first}")
-            os._exit(1)
+        self._leaving.acquire()
+        status, word = 1, f"{self._place} failed: {kind.__name__}: {error}"
+        report = "".join(traceback.format_exception(kind, error, trace)) + word
         if isinstance(error, DdpSlurmError):
-            _last_words(f"{self._place} failed: {error}")
-            os._exit(error.exit_status)
-        _last_words(
-            "".join(traceback.format_exception(kind, error, trace)) + f"{self._place} failed: {kind.__name__}: {error}"
-        )
-        os._exit(1)
+            status, word = error.exit_status, f"{self._place} failed: {error}"
+            report = word
+        first = tell_all(self._store, self._world_size, self._rank, word)
+        if first is not None:
+            status, report = 1, f"{self._place}: ends, because {first}"
+        _last_words(report)
+        self._linger()
+        os._exit(status)
 
-    def tell_exit(self, status: object) -> None:
-        """``sys.exit`` with a bad status is a failure too, though no exception hook sees it."""
-        self._tell(f"{self._place} exited with {status!r}")
-
-    def _tell(self, word: str) -> str | None:
-        """Give the word to all ranks; returns the word of another rank that was first, or None."""
+    def _linger(self) -> None:
+        """Rank 0's end is the store's end: it waits until the others have read why they end."""
         try:
-            first = self._store.compare_set("first_failure", "", word).decode()
-            if first != word:
-                return first
-            for rank in range(self._world_size):
-                if rank != self._rank:
-                    self._store.set(f"word/{rank}", word)
+            self._store.add("ended", 1)
+            deadline = time.monotonic() + LAST_WORDS_SECONDS
+            while self._rank == 0 and self._store.add("ended", 0) < self._world_size and time.monotonic() < deadline:
+                time.sleep(0.02)
         except RuntimeError:
-            return None  # no store any more: only the own failure is known
-        return None
+            return  # the store is gone, and so are its readers
 
 
 def _last_words(text: str) -> None:

@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from ..balance import apportion, equal_shares
 from ..hostlist import expand_tasks_per_node
 from ..rank_env import LaunchError, RankEnv
-from .failure import FailureWatch
+from .failure import FailureWatch, tell_all
 from .startup_check import (
     RankFacts,
     check_launch,
@@ -178,7 +178,10 @@ def _join_store(env: RankEnv, own: RankFacts, rendezvous_seconds: float) -> Stor
 def _meet(store: Store, env: RankEnv, own: RankFacts, rendezvous_seconds: float) -> list[RankFacts]:
     """Every rank's facts; rank 0 collects and judges them, so that all ranks raise the same faults."""
     if store.add(f"arrived/{env.rank}", 1) > 1:
-        store.set("verdict", json.dumps({"faults": [f"{own.place}: there are two processes of rank {env.rank}"]}))
+        word = f"{own.place}: another process has this rank already; expected one process a rank"
+        store.compare_set("verdict", "", json.dumps({"faults": [word]}))
+        tell_all(store, env.world_size, env.rank, word)  # the world may have met without this process
+        raise LaunchError(word)
     store.set(f"facts/{env.rank}", json.dumps(facts_to_dict(own)))
     if env.rank == 0:
         verdict = _judge(store, env, rendezvous_seconds)

@@ -4,6 +4,7 @@ The file is what ``torch.save`` writes (readable with ``torch.load(path, weights
 ``version`` and ``state``. Only rank 0 touches it; the others get its bytes by broadcast.
 """
 
+import contextlib
 import io
 import os
 import zipfile
@@ -64,7 +65,7 @@ class Snapshot:
             os.replace(self._temporary, self.path)
             _sync_folder(self.path.parent)
         except (OSError, RuntimeError) as error:  # torch's zip writer reports a full disk as RuntimeError
-            self._temporary.unlink(missing_ok=True)
+            self._remove_temporary()
             raise SnapshotError(f"cannot write the snapshot {self.path}: {error}; the one before it stays") from error
 
     def load(self) -> dict[str, Any] | None:
@@ -107,7 +108,7 @@ class Snapshot:
 
     def _read(self) -> bytes | None:
         self.warnings, faults = [], []
-        self._temporary.unlink(missing_ok=True)  # of a run that was killed while it wrote
+        self._remove_temporary()  # of a run that was killed while it wrote
         for path in (self.path, self.previous):
             if not path.exists():
                 continue
@@ -124,6 +125,10 @@ class Snapshot:
                 "; ".join(faults) + ". No snapshot to resume from: move the file away, or name another path"
             )
         return None
+
+    def _remove_temporary(self) -> None:
+        with contextlib.suppress(OSError):  # not there, or a place where nothing can be changed
+            self._temporary.unlink()
 
 
 def _rank(group: dist.ProcessGroup | None) -> int:

@@ -1,8 +1,13 @@
 """What the ranks of the test worlds run. Imported by the server they are forked from, so it stays light."""
 
 import contextlib
+import os
+import signal
+import sys
+import threading
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ddp_slurm.training import BalancedSampler, init_distributed, loss_weight, no_sample_loss
+from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.rank_env import LaunchError
+from ddp_slurm.training import BalancedSampler, Snapshot, SnapshotError, init_distributed, loss_weight, no_sample_loss
 
 from .worlds import tell
 
@@ -105,7 +112,9 @@ def train_in_parts(case: Case, rank: int, group: dist.ProcessGroup | None = None
                 break
             window = range(first, min(first + case.accumulate, len(batches)))
             total = sum(sampler.global_samples(step) for step in window)
-            chunks = [c for step in window for c in torch.tensor(batches[step], dtype=torch.int64).split(case.micro_batch)]
+            chunks = [
+                c for step in window for c in torch.tensor(batches[step], dtype=torch.int64).split(case.micro_batch)
+            ]
             optimizer.zero_grad()
             loss_sum = torch.zeros(1, dtype=torch.float64)
             for i, chunk in enumerate(chunks):
@@ -139,3 +148,52 @@ def serve_cases(pipe: Connection) -> None:
         while (case := pipe.recv()) is not None:
             size = len(case.shares)
             tell(pipe, train_in_parts(case, world.rank, groups[size]) if world.rank < size else None)
+
+
+def join(pipe: Connection, rendezvous_seconds: float = 60.0) -> str:
+    """What ``init_distributed`` says on this rank: the fault, or ``met``."""
+    try:
+        with init_distributed(rendezvous_seconds=rendezvous_seconds):
+            return "met"
+    except LaunchError as error:
+        return str(error)
+
+
+def fail_at_three(pipe: Connection, how: str) -> None:
+    """Rank 3 fails while the others wait for it in a collective that would wait for ten minutes."""
+    with init_distributed() as world:
+        dist.barrier()
+        if world.rank == 3:
+            if how == "raise":
+                raise ValueError("a bad sample")
+            if how == "user's fault":
+                raise DdpSlurmError("precision fp7 is none")
+            if how == "exit":
+                sys.exit(5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+
+def fail_without_collective(pipe: Connection) -> None:
+    """Rank 1 fails while rank 0 is busy with something else for a long time."""
+    with init_distributed() as world:
+        dist.barrier()
+        if world.rank == 1:
+            raise ValueError("a bad sample")
+        threading.Event().wait(600)
+
+
+def place(pipe: Connection) -> tuple[int, str, int, list[str], list[int]]:
+    with init_distributed() as world:
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return int(total), world.backend, world.rank, [fact.place for fact in world.ranks], world.planned_shares(341)
+
+
+def load_on_every_rank(pipe: Connection, folder: Path) -> tuple[str, Any]:
+    """Every rank has a folder of its own, as on machines without a shared disk."""
+    with init_distributed() as world:
+        try:
+            return "state", Snapshot(folder / f"rank{world.rank}" / "snapshot.pt").load()
+        except SnapshotError as error:
+            return "fault", str(error)

@@ -167,7 +167,9 @@ def world(
         running.end()
 
 
-def run_world(folder: Path, tasks: Sequence[int], function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+def run_world(
+    folder: Path, tasks: Sequence[int], function: Callable[..., Any], *args: Any, **options: Any
+) -> list[Any]:
     """The results of ``function`` on every rank, all of which must end well."""
     with world(folder, tasks, function, *args, **options) as running:
         return running.results()

@@ -1,0 +1,151 @@
+"""Every sample once an epoch, on whichever rank; an order that depends on seed and epoch alone."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from ddp_slurm.training import BalanceError, BalancedIterable, BalancedSampler
+from ddp_slurm.training.sampler import seed_of
+
+shares = st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(any)
+lengths = st.integers(0, 200)
+
+
+def epoch_of(length: int, shares: list[int], epoch: int, first: int = 0, **options: bool) -> list[list[list[int]]]:
+    """Per rank, per step, the indices."""
+    ranks = []
+    for rank in range(len(shares)):
+        sampler = BalancedSampler(length, shares, rank, seed=7, **options)
+        sampler.set_epoch(epoch, first)
+        ranks.append(list(sampler))
+    return ranks
+
+
+def in_order(ranks: list[list[list[int]]]) -> list[int]:
+    """All indices, step by step, rank by rank."""
+    return [index for step in zip(*ranks, strict=True) for part in step for index in part]
+
+
+@given(lengths, shares, st.integers(0, 5))
+def test_every_index_once_in_equally_many_steps(length: int, shares: list[int], epoch: int) -> None:
+    ranks = epoch_of(length, shares, epoch)
+    assert {len(steps) for steps in ranks} == {-(-length // sum(shares))}  # zip(strict) above needs it too
+    assert sorted(in_order(ranks)) == list(range(length))
+
+
+@given(lengths, shares)
+def test_shares_hold_in_each_whole_batch_and_the_last_is_in_proportion(length: int, shares: list[int]) -> None:
+    total = sum(shares)
+    for rank, steps in enumerate(epoch_of(length, shares, 0)):
+        whole, rest = divmod(length, total)
+        assert [len(step) for step in steps[:whole]] == [shares[rank]] * whole
+        if rest:
+            assert abs(len(steps[-1]) - rest * shares[rank] / total) < 1
+
+
+@given(lengths, shares, shares, st.integers(0, 3))
+def test_the_order_knows_no_ranks(length: int, one: list[int], other: list[int], epoch: int) -> None:
+    assert in_order(epoch_of(length, one, epoch)) == in_order(epoch_of(length, other, epoch))
+
+
+@given(lengths, shares, shares, st.data())
+def test_a_resumed_epoch_on_another_world_has_exactly_the_rest(
+    length: int, one: list[int], other: list[int], data: st.DataObject
+) -> None:
+    steps = -(-length // sum(one))
+    done = min(length, data.draw(st.integers(0, steps)) * sum(one))
+    whole = in_order(epoch_of(length, one, 2))
+    assert in_order(epoch_of(length, other, 2, first=done)) == whole[done:]
+
+
+@given(lengths, shares)
+def test_drop_last_leaves_the_incomplete_batch_out(length: int, shares: list[int]) -> None:
+    ranks = epoch_of(length, shares, 0, drop_last=True)
+    whole = length // sum(shares) * sum(shares)
+    assert in_order(ranks) == in_order(epoch_of(length, shares, 0))[:whole]
+
+
+def test_another_order_each_epoch_and_seed() -> None:
+    orders = set()
+    for seed in (0, 1):
+        for epoch in (0, 1, 2):
+            sampler = BalancedSampler(50, [3, 4], 0, seed=seed)
+            sampler.set_epoch(epoch)
+            orders.add(tuple(sampler.order().tolist()))
+    assert len(orders) == 6  # seed 0, epoch 1 is not seed 1, epoch 0
+    assert in_order(epoch_of(9, [2, 1], 3, shuffle=False)) == list(range(9))
+
+
+def test_seeds_are_the_same_on_every_machine() -> None:
+    assert seed_of(0, 1, "shuffle") == 2758376419265644486
+
+
+@given(lengths.filter(bool), shares)
+def test_loss_weights_of_all_ranks_make_a_mean(length: int, shares: list[int]) -> None:
+    samplers = [BalancedSampler(length, shares, rank) for rank in range(len(shares))]
+    for step in range(len(samplers[0])):
+        weights = [sampler.loss_weight(step) for sampler in samplers]
+        assert sum(weights) / len(shares) == pytest.approx(1)
+        assert samplers[0].global_samples(step) == sum(samplers[0].rank_samples(step))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((10, [3, 4], 2), r"rank 2 has no share in \[3, 4\]"),
+        ((10, [0, 0], 0), "must be >= 0 and not all 0"),
+        ((10, [3, -1], 0), "must be >= 0 and not all 0"),
+    ],
+)
+def test_faults(arguments: tuple, message: str) -> None:
+    with pytest.raises(BalanceError, match=message):
+        BalancedSampler(*arguments)
+
+
+def test_a_position_outside_the_epoch_is_refused() -> None:
+    with pytest.raises(BalanceError, match="sample 11 is not within an epoch of 10 samples"):
+        BalancedSampler(10, [2], 0).set_epoch(0, 11)
+
+
+class Stream:
+    """Numbers that can only be iterated, anew each epoch."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+@given(lengths, shares)
+def test_a_stream_is_shared_out_like_a_data_set(length: int, shares: list[int]) -> None:
+    parts = [list(BalancedIterable(Stream(length), shares, rank, collate=list)) for rank in range(len(shares))]
+    steps = list(zip(*parts, strict=True))
+    assert [i for step in steps for batch, _, _ in step for i in batch or []] == list(range(length))
+    for step in steps:
+        assert {total for _, _, total in step} == {sum(own for _, own, _ in step)}
+        assert all((batch is None) == (own == 0) for batch, own, _ in step)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_keeps_its_order_over_loader_workers(workers: int) -> None:
+    loader = DataLoader(BalancedIterable(Stream(101), [5, 7], 1), batch_size=None, num_workers=workers)
+    found = [batch.tolist() for batch, _, _ in loader]
+    expected = [list(range(12 * step + 5, 12 * step + 12)) for step in range(8)]
+    assert found == [*expected, [98, 99, 100]]  # of the last five, shared out 2 and 3
+
+
+def test_a_data_loader_takes_it_as_batch_sampler() -> None:
+    data = torch.arange(20) * 10
+    loader = DataLoader(data, batch_sampler=BalancedSampler(data, [1, 3], 1, shuffle=False))
+    assert [batch.tolist() for batch in loader] == [
+        [10, 20, 30],
+        [50, 60, 70],
+        [90, 100, 110],
+        [130, 140, 150],
+        [170, 180, 190],
+    ]

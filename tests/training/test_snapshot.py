@@ -1,0 +1,173 @@
+"""A snapshot is there whole or not at all, and a damaged one gives way to the one before it."""
+
+import resource
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ddp_slurm.training import Snapshot, SnapshotError
+
+from .workers import load_on_every_rank
+from .worlds import run_world
+
+
+def state(number: int, size: int = 1000) -> dict[str, Any]:
+    return {"step": number, "model": {"weight": torch.full((size,), float(number))}, "ranks": [None, (1, "a", True)]}
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Snapshot:
+    """A snapshot of step 2, with that of step 1 as the previous one, in a folder with a hostile name."""
+    snapshot = Snapshot(tmp_path / 'a folder\'s "name"\n' / "snap shot.pt")
+    snapshot.save(state(1))
+    snapshot.save(state(2))
+    return snapshot
+
+
+def step(snapshot: Snapshot) -> int:
+    loaded = snapshot.load()
+    assert loaded is not None
+    assert torch.equal(loaded["model"]["weight"], torch.full((1000,), float(loaded["step"])))
+    return int(loaded["step"])
+
+
+def test_the_newest_is_loaded_and_the_previous_one_kept(snapshot: Snapshot) -> None:
+    assert step(snapshot) == 2
+    assert snapshot.warnings == []
+    assert step(Snapshot(snapshot.previous)) == 1
+    assert sorted(p.name for p in snapshot.path.parent.iterdir()) == ["snap shot.pt", "snap shot.pt.previous"]
+
+
+def test_no_file_is_no_snapshot(tmp_path: Path) -> None:
+    assert Snapshot(tmp_path / "none.pt").load() is None
+
+
+def test_torch_alone_reads_it(snapshot: Snapshot) -> None:
+    content = torch.load(snapshot.path, weights_only=True)
+    assert (content["format"], content["version"], content["state"]["step"]) == ("ddp_slurm snapshot", 1, 2)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_damage_is_noticed(snapshot: Snapshot, data: st.DataObject) -> None:
+    whole = snapshot.path.read_bytes()
+    place = data.draw(st.integers(0, len(whole) - 1))
+    kind = data.draw(st.sampled_from(["flip", "cut"]))
+    damaged = whole[:place] + (bytes([whole[place] ^ 0x41]) + whole[place + 1 :] if kind == "flip" else b"")
+    try:
+        snapshot.path.write_bytes(damaged)
+        # A byte that no reader looks at (padding between the records) may be anything; the values may not.
+        assert step(snapshot) in (1, 2)
+        if step(snapshot) == 1:
+            assert f"taking {snapshot.previous} instead" in snapshot.warnings[0]
+    finally:
+        snapshot.path.write_bytes(whole)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is damaged or no snapshot"),
+        (b"#!/bin/sh\n", "is damaged or no snapshot"),
+        ({"model": {}}, "is no snapshot of ddp_slurm (a torch file of another program)"),
+        ([1, 2], "is no snapshot of ddp_slurm (a torch file of another program)"),
+        ({"format": "ddp_slurm snapshot", "version": 99, "state": {}}, "has snapshot version 99, this program reads 1"),
+        (Path("/"), "is no snapshot of ddp_slurm (UnpicklingError)"),  # a pickle that would run code
+    ],
+    ids=["empty", "text", "another program's", "a list", "of the future", "a pickled object"],
+)
+def test_a_foreign_file_gives_way_or_is_refused(snapshot: Snapshot, content: object, words: str) -> None:
+    if isinstance(content, bytes):
+        snapshot.path.write_bytes(content)
+    else:
+        torch.save(content, snapshot.path)
+    assert step(snapshot) == 1
+    assert words in snapshot.warnings[0]
+    snapshot.previous.unlink()
+    with pytest.raises(SnapshotError) as caught:
+        snapshot.load()
+    assert words in str(caught.value)
+    assert "No snapshot to resume from: move the file away, or name another path" in str(caught.value)
+
+
+def test_a_lost_current_file_gives_way_to_the_previous(snapshot: Snapshot) -> None:
+    snapshot.path.unlink()  # killed between the two renames
+    assert step(snapshot) == 1
+
+
+@pytest.mark.parametrize("value", [{1, 2}, torch.nn.Linear(1, 1), [lambda: None], {"a": {Path("/"): 1}}])
+def test_what_could_not_be_read_back_is_not_written(snapshot: Snapshot, value: object) -> None:
+    with pytest.raises(SnapshotError, match=r"a snapshot cannot hold (key of )?state\['bad'\]"):
+        snapshot.save({"bad": value})
+    assert step(snapshot) == 2
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"cannot mount a small file system: {made.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_leaves_what_is_there(small_disk: Path) -> None:
+    snapshot = Snapshot(small_disk / "snapshot.pt")
+    snapshot.save(state(1))
+    snapshot.save(state(2))
+    with pytest.raises(SnapshotError, match=r"cannot write the snapshot .*; the one before it stays"):
+        snapshot.save(state(3, size=50_000))
+    assert step(snapshot) == 2
+    assert sorted(path.name for path in small_disk.iterdir()) == ["snapshot.pt", "snapshot.pt.previous"]
+    snapshot.save(state(4))  # and the next one fits again
+    assert step(snapshot) == 4
+
+
+def test_a_file_size_limit_is_a_fault_with_a_message(snapshot: Snapshot) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+        with pytest.raises(SnapshotError, match="cannot write the snapshot"):
+            snapshot.save(state(3, size=50_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert step(snapshot) == 2
+
+
+def test_a_path_below_a_file_is_a_fault_with_a_message(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SnapshotError, match="cannot write the snapshot"):
+        Snapshot(tmp_path / "file" / "snapshot.pt").save(state(1))
+
+
+def test_only_rank_0_has_the_file_and_all_ranks_the_state(tmp_path: Path) -> None:
+    Snapshot(tmp_path / "rank0" / "snapshot.pt").save(state(7, size=100_000))
+    found = run_world(tmp_path / "logs", (1, 2), load_on_every_rank, tmp_path)
+    assert [(kind, value["step"], value["model"]["weight"].sum().item()) for kind, value in found] == [
+        ("state", 7, 700_000.0)
+    ] * 3
+
+
+def test_a_snapshot_that_rank_0_cannot_use_is_a_fault_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "rank0").mkdir()
+    (tmp_path / "rank0" / "snapshot.pt").write_bytes(b"no zip")
+    found = run_world(tmp_path / "logs", (1, 2), load_on_every_rank, tmp_path)
+    assert {kind for kind, _ in found} == {"fault"}
+    assert len({text for _, text in found}) == 1
+    assert "rank0/snapshot.pt is damaged or no snapshot" in found[2][1]
+
+
+def test_no_snapshot_is_none_on_every_rank(tmp_path: Path) -> None:
+    assert run_world(tmp_path / "logs", (1, 1), load_on_every_rank, tmp_path) == [("state", None)] * 2

@@ -1,0 +1,200 @@
+"""A world that is not the planned one fails on every rank before the first collective; a rank that fails ends all."""
+
+import dataclasses
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from ddp_slurm.rank_env import LaunchError, RankEnv
+from ddp_slurm.training.startup_check import RankFacts, check_launch, facts_from_dict, facts_to_dict, find_faults
+
+from .workers import fail_at_three, fail_without_collective, join, place
+from .worlds import PATIENCE_SECONDS, run_world, world
+
+FACT = RankFacts(
+    rank=0, local_rank=0, node_rank=0, world_size=3, host="gamma", node_name="gamma", host_address="198.18.0.3",
+    visible_gpus=1, device_index=0, device_name="NVIDIA TITAN V", gpu_uuid="GPU-0", compute_capability=(7, 0),
+    socket_interface="",
+)  # fmt: skip
+
+
+def facts(*changes: dict[str, object]) -> list[RankFacts]:
+    """Three ranks, gamma 1 and beta 2, each with a GPU of its own, and what ``changes`` say."""
+    good: list[dict[str, object]] = [
+        {},
+        {"rank": 1, "node_rank": 1, "host": "beta", "node_name": "beta", "gpu_uuid": "GPU-1"},
+        {"rank": 2, "node_rank": 1, "local_rank": 1, "host": "beta", "node_name": "beta", "gpu_uuid": "GPU-2",
+         "device_index": 1},
+    ]  # fmt: skip
+    good[1]["visible_gpus"] = good[2]["visible_gpus"] = 2
+    return [dataclasses.replace(FACT, **{**g, **c}) for g, c in zip(good, [*changes, {}, {}, {}][:3], strict=True)]
+
+
+PLAN = {"DDP_SLURM_TASKS_PER_NODE": "1,2"}
+
+
+@pytest.mark.parametrize(
+    ("world_facts", "environ", "expected"),
+    [
+        (facts(), PLAN, []),
+        (facts(), {}, []),
+        (
+            facts({}, {}, {"node_rank": 0, "host": "gamma", "node_name": "gamma"}),
+            PLAN,
+            [
+                "node 0 (gamma): expected 1 ranks (DDP_SLURM_TASKS_PER_NODE=1,2), found 2: [0, 2]",
+                "node 1 (beta): expected 2 ranks (DDP_SLURM_TASKS_PER_NODE=1,2), found 1: [1]",
+            ],
+        ),
+        (
+            facts(),
+            {"DDP_SLURM_TASKS_PER_NODE": "1,2,4"},
+            ["node 2 (no host): expected 4 ranks (DDP_SLURM_TASKS_PER_NODE=1,2,4), found 0: []"],
+        ),
+        (facts({}, {"world_size": 7}), PLAN, ["rank 1 on beta: has world size 7, expected 3 as on rank 0"]),
+        (
+            facts({}, {}, {"gpu_uuid": "GPU-1", "device_index": 0}),
+            PLAN,
+            [
+                "rank 1 on beta and rank 2 on beta use the same GPU NVIDIA TITAN V GPU-1 (index 0 and 0); "
+                "expected one rank a GPU"
+            ],
+        ),
+        (
+            facts({}, {"visible_gpus": 1}, {"visible_gpus": 1, "gpu_uuid": ""}),
+            PLAN,
+            [
+                "rank 2 on beta: expected a GPU of index 1, found 1 visible GPUs (CUDA_VISIBLE_DEVICES, driver?), while "
+                "rank 0 on gamma sees 1"
+            ],
+        ),
+        (
+            facts({"visible_gpus": 0, "gpu_uuid": ""}),
+            PLAN,
+            [
+                "rank 0 on gamma: expected a GPU of index 0, found 0 visible GPUs (CUDA_VISIBLE_DEVICES, driver?), while "
+                "rank 1 on beta sees 2"
+            ],
+        ),
+        (
+            facts({"host_address": "127.0.1.1"}),
+            PLAN,
+            [
+                "rank 0 on gamma: its host name 'gamma' resolves to 127.0.1.1, where no other host can reach it; mend "
+                "its line in /etc/hosts (Ubuntu writes 127.0.1.1 there) or name the network interface (interface: in "
+                "cluster.yaml, or GLOO_SOCKET_IFNAME)"
+            ],
+        ),
+        (facts({"host_address": "127.0.1.1", "socket_interface": "eno1"}), PLAN, []),
+        (facts({"host_address": "fd00::5"}), PLAN, []),
+        ([dataclasses.replace(fact, host="one", host_address="127.0.1.1") for fact in facts()], PLAN, []),
+    ],
+)
+def test_faults_of_a_world_that_has_met(
+    world_facts: list[RankFacts], environ: dict[str, str], expected: list[str]
+) -> None:
+    assert find_faults(world_facts, environ) == expected
+
+
+def test_facts_travel_unchanged() -> None:
+    assert facts_from_dict(facts_to_dict(FACT)) == FACT
+
+
+def test_a_master_that_resolves_to_the_rank_s_own_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, port: [(0, 0, 0, "", ("127.0.1.1", 0))])
+    env = RankEnv(1, 0, 2, 1, 1, "alpha", 12345, 0)
+    with pytest.raises(LaunchError, match=r"rank 1 on .*: the host of rank 0, 'alpha', resolves to 127\.0\.1\.1 here"):
+        check_launch(env, {})
+    check_launch(dataclasses.replace(env, node_rank=0, rank=0), {})  # rank 0's own host may call itself that
+    check_launch(dataclasses.replace(env, master_addr="127.0.0.1"), {})  # meant so: all on this machine
+
+
+def test_a_planned_world_meets(tmp_path: Path) -> None:
+    plan = {"DDP_SLURM_WORLD_SIZE": "7", "DDP_SLURM_TASKS_PER_NODE": "1,2,4", "DDP_SLURM_SHARES": "5,24(x2),72(x4)"}
+    found = run_world(tmp_path, (1, 2, 4), place, environ={**plan, "SLURMD_NODENAME": "node"})
+    places = [f"rank {rank} on node" for rank in range(7)]
+    assert found == [(7, "gloo", rank, places, [5, 24, 24, 72, 72, 72, 72]) for rank in range(7)]
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"DDP_SLURM_WORLD_SIZE": "7"}, "expected a world of 7 ranks (DDP_SLURM_WORLD_SIZE, the plan), got 3"),
+        (
+            {"DDP_SLURM_TASKS_PER_NODE": "2,1"},
+            "node 0 (here): expected 2 ranks (DDP_SLURM_TASKS_PER_NODE=2,1), found 1: [0]",
+        ),
+        ({"MASTER_ADDR": "no-such-host.invalid"}, "the host of rank 0, 'no-such-host.invalid', does not resolve here"),
+        ({"SLURM_PROCID": "0", "LOCAL_RANK": ""}, "LOCAL_RANK='' is not a whole number"),
+    ],
+)
+def test_an_unplanned_world_fails_on_every_rank(tmp_path: Path, environ: dict[str, str], expected: str) -> None:
+    found = run_world(tmp_path, (1, 2), join, environ={"SLURMD_NODENAME": "here", **environ})
+    assert len(found) == 3
+    for text in found:
+        assert expected in text
+
+
+def test_a_missing_rank_is_named_on_all_others(tmp_path: Path) -> None:
+    def of_five(rank: int, variables: dict[str, str]) -> dict[str, str]:
+        return {**variables, "WORLD_SIZE": "5", "SLURMD_NODENAME": f"host{rank}"}
+
+    found = run_world(tmp_path, (1, 2), join, 1.0, change=of_five)
+    expected = (
+        "expected 5 ranks within 1 s, found 3: rank 0 on host0, rank 1 on host1, rank 2 on host2; missing: [3, 4]"
+    )
+    assert all(expected in text for text in found)
+
+
+def test_a_rank_started_twice_is_named(tmp_path: Path) -> None:
+    def twice(rank: int, variables: dict[str, str]) -> dict[str, str]:
+        return {**variables, "RANK": str(min(rank, 1)), "WORLD_SIZE": "2"}
+
+    with world(tmp_path, (1, 2), fail_without_collective, change=twice) as running:
+        assert 0 not in running.wait(PATIENCE_SECONDS)
+        logs = running.all_logs()
+    assert "another process has this rank already; expected one process a rank" in logs
+
+
+def test_no_answer_from_rank_0_and_a_port_that_is_taken(tmp_path: Path) -> None:
+    def without_rank_0(rank: int, variables: dict[str, str]) -> dict[str, str]:
+        return {**variables, "RANK": "1", "WORLD_SIZE": "2"}
+
+    [text] = run_world(tmp_path / "absent", (1,), join, 1.0, change=without_rank_0)
+    assert "no answer from rank 0 at 127.0.0.1:" in text
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        [text] = run_world(tmp_path / "taken", (1,), join, 1.0, environ={"MASTER_PORT": port})
+    assert f"cannot listen on port {port}" in text
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "words"),
+    [
+        ("raise", 1, "rank 3 on node failed: ValueError: a bad sample"),
+        ("user's fault", 2, "rank 3 on node failed: precision fp7 is none"),
+        ("exit", 5, None),
+        ("kill", -signal.SIGKILL, None),
+    ],
+)
+def test_a_rank_that_fails_ends_all(tmp_path: Path, how: str, status: int, words: str | None) -> None:
+    with world(tmp_path, (1, 2, 4), fail_at_three, how, environ={"SLURMD_NODENAME": "node"}) as running:
+        statuses = running.wait(PATIENCE_SECONDS)
+        logs = [running.log(rank) for rank in range(7)]
+    assert statuses[3] == status
+    assert all(other not in (None, 0) for other in statuses)
+    if words is not None:
+        assert words in logs[3]
+        assert ("Traceback" in logs[3]) == (how == "raise")
+    if how == "raise":
+        for rank in (0, 1, 2, 4, 5, 6):
+            assert f"rank {rank} on node: ends, because rank 3 on node failed: ValueError: a bad sample" in logs[rank]
+            assert "Traceback" not in logs[rank]
+
+
+def test_a_failure_reaches_a_rank_outside_any_collective(tmp_path: Path) -> None:
+    with world(tmp_path, (2,), fail_without_collective, environ={"SLURMD_NODENAME": "node"}) as running:
+        assert running.wait(PATIENCE_SECONDS) == [1, 1]
+        assert "rank 0 on node: ends, because rank 1 on node failed: ValueError: a bad sample" in running.log(0)
