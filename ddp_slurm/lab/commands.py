@@ -32,7 +32,9 @@ def up(
     say(f"{len(lab.nodes)} nodes are idle. Now, in any shell on this machine:")
     for key, value in lab.environ.items():
         print(f"export {key}={value}", flush=True)
-    say(f"sbatch test.sh\nddp-slurm lab down{named}")
+    # This machine's own sbatch may not understand another release.
+    say(f"ddp-slurm lab exec{named} {lab.nodes[0].name} sbatch test.sh" if lab.slurm_root else "sbatch test.sh")
+    say(f"ddp-slurm lab down{named}")
 
 
 @app.command()
@@ -57,6 +59,12 @@ def exec_(ctx: typer.Context, node: str, name: Name = "lab") -> None:
 def kill(node: str, name: Name = "lab") -> None:
     """Let a node die: its processes are killed and its link goes down."""
     Lab.find(name).kill(node)
+
+
+@app.command()
+def revive(node: str, name: Name = "lab") -> None:
+    """Plug a killed node in again and start its slurmd."""
+    Lab.find(name).revive(node)
 
 
 @app.command()

@@ -106,8 +106,10 @@ class Lab:
     def _start(self, cluster: Cluster) -> None:
         for part in ("conf", "dev", "etc", "etc/root", "log", "spool", "state"):
             (self.folder / part).mkdir()
-        (self.folder / "etc/hosts").write_text(self._hosts())
-        (self.folder / "etc/nsswitch.conf").write_text(_NSSWITCH)
+        for name, text in (("hosts", self._hosts()), ("nsswitch.conf", _NSSWITCH)):
+            (self.folder / "etc" / name).write_text(text)
+            if self.slurm_root:
+                (self.slurm_root / "etc" / name).touch()  # to be mounted upon; debootstrap makes no hosts
         network.make_switch(self.switch, self.network)
         for node in self.nodes:
             network.make_node(node.netns, self.switch, node.index, node.address)

@@ -249,6 +249,8 @@ def test_command_line(needs_lab, new_name, tmp_path):
         assert lab.status()["a2"] == "IDLE"
         assert cli("kill", "--name", new_name, "a1").returncode == 0
         assert network.processes(lab.node("a1").netns) == []
+        assert cli("revive", "--name", new_name, "a1").returncode == 0
+        assert states_of(lab, "a1", "IDLE") == "IDLE"
     finally:
         down = cli("down", "--name", new_name)
     assert (down.returncode, residue(new_name)) == (0, [])
