@@ -5,11 +5,12 @@
 # Lines: `fact KEY VALUE`, or `block NAME STATUS` followed by a command's output, each of its lines behind a `|`.
 #
 # Set before it, all optional:
-#   DEPTH=doctor   also the state of Slurm, munge, users, files, names and ports
-#   PEERS          the other nodes, as NAME=ADDRESS words
-#   PORTS          TCP ports to try on each of them
-#   CREDENTIAL     a munge credential to decode
-#   PYTHON         the interpreter that trains
+#   DEPTH=doctor       also the state of Slurm, munge, users, files, names and ports
+#   DEPTH=credential   only a new munge credential
+#   PEERS              the other nodes, as NAME=ADDRESS words
+#   PORTS              TCP ports to try on each of them
+#   CREDENTIAL         a munge credential to decode
+#   PYTHON             the interpreter that trains
 
 LC_ALL=C
 PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/opt/rocm/bin
@@ -92,7 +93,7 @@ slurm() {
         block slurm.nodes scontrol -o show node
         ;;
     esac
-    for folder in /etc/slurm /etc/slurm-llnl /run/slurm/conf /usr/local/etc; do
+    for folder in ${SLURM_CONF:+"${SLURM_CONF%/*}"} /etc/slurm /etc/slurm-llnl /run/slurm/conf /usr/local/etc; do
         for path in "$folder"/slurm.conf "$folder"/gres.conf "$folder"/cgroup.conf; do
             if [ -r "$path" ]; then fact config_file "$path $(cksum <"$path")"; fi
         done
@@ -104,11 +105,23 @@ slurm() {
     done
 }
 
+find_munge_socket() { # munge_socket: an option for a munged of Slurm's own
+    munge_socket=$(scontrol show config 2>/dev/null | sed -n 's/^AuthInfo.*socket=\([^, ]*\).*/--socket=\1/p')
+}
+
+credential() {
+    find_munge_socket
+    # shellcheck disable=SC2086 # one option or none
+    block credential munge -n $munge_socket
+}
+
 identity() {
     block users getent passwd
     if [ -e /etc/munge/munge.key ]; then fact munge_key "$(stat -c '%a %U %s' /etc/munge/munge.key)"; fi
     if [ -n "${CREDENTIAL:-}" ] && have unmunge; then
-        block_text=$(printf '%s\n' "$CREDENTIAL" | unmunge 2>&1)
+        find_munge_socket
+        # shellcheck disable=SC2086 # one option or none
+        block_text=$(printf '%s\n' "$CREDENTIAL" | unmunge $munge_socket 2>&1)
         printf 'block unmunge %s\n' "$?"
         printf '%s\n' "$block_text" | sed 's/^/|/'
     fi
@@ -160,9 +173,13 @@ print("facts " + json.dumps(found))
 }
 
 echo 'facts begin'
-machine
-network
-gpus
+if [ "${DEPTH:-}" = credential ]; then
+    credential
+else
+    machine
+    network
+    gpus
+fi
 if [ "${DEPTH:-}" = doctor ]; then
     slurm
     identity

@@ -38,6 +38,7 @@ def make_app() -> typer.Typer:
     for command in (jobs.status, jobs.logs, jobs.cancel):
         app.command()(command)
     app.command("discover")(discover_command)
+    app.command()(admin.doctor)
     app.add_typer(admin.app, name="cluster")
     app.add_typer(lab.app, name="lab")
     return app

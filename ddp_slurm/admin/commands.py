@@ -97,3 +97,29 @@ def install(
     outcomes = run_steps(checked, nodes=node or [], steps=step or [], dry_run=dry_run, report=report)
     changes = sum(outcome.result in ("changed", "would-change") for outcome in outcomes)
     say("nothing to change" if not changes else f"{changes} {'would change' if dry_run else 'changed'}")
+
+
+def doctor(
+    cluster: Annotated[
+        Path | None, typer.Option(help="The cluster.yaml.  [default: ./cluster.yaml, else the live Slurm's nodes]")
+    ] = None,
+    python: Annotated[str, typer.Option(help="The interpreter that trains, the same path on all nodes.")] = "python3",
+    via: Annotated[str, typer.Option(help="How to reach the nodes: ssh, or srun in a running Slurm.")] = "ssh",
+    as_json: Annotated[bool, typer.Option("--json", help="For other programs.")] = False,
+) -> None:
+    """Find what is wrong with the machines and their Slurm: a line a check, with cause and cure.
+
+    Exit status: 0 all well, 1 warnings, 2 errors.
+    """
+    import json
+
+    from . import doctor as checks
+    from .doctor.ask import cluster_to_ask, runner_of
+
+    snapshot = checks.look(cluster_to_ask(cluster), python=python, runner=runner_of(via))
+    findings = checks.diagnose(snapshot)
+    if as_json:
+        typer.echo(json.dumps(checks.as_json(findings), indent=2))
+    else:
+        typer.echo(checks.table(findings), nl=False)
+    raise typer.Exit(checks.exit_status(findings))

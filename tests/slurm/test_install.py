@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bare_machines import Machines, machines
+
+from .bare_machines import Machines, machines
 
 GPUS = {"gamma": 1, "alpha": 2, "beta": 1}
 RANKS = ["rank 0 on gamma", "rank 1 on alpha", "rank 2 on alpha", "rank 3 on beta"]
