@@ -93,12 +93,19 @@ class Lab:
     def find(cls, name: str = "lab") -> "Lab":
         """The running lab of that name. Raises LabError where there is none, with the names of those that run."""
         check_name(name)
+        lab = cls._read(name)
+        if lab is None:
+            others = [lab.name for lab in all_labs()]
+            hint = did_you_mean(name, others) if others else "; start one: ddp-slurm lab up --cluster cluster.yaml"
+            raise LabError(f"no lab {name!r} is running{hint}")
+        return lab
+
+    @classmethod
+    def _read(cls, name: str) -> "Lab | None":
         try:
             values = json.loads((LABS_FOLDER / name / "lab.json").read_text())
         except FileNotFoundError:
-            others = [lab.name for lab in all_labs()]
-            hint = did_you_mean(name, others) if others else "; start one: ddp-slurm lab up --cluster cluster.yaml"
-            raise LabError(f"no lab {name!r} is running{hint}") from None
+            return None
         values["nodes"] = tuple(LabNode(**node) for node in values["nodes"])
         values["slurm_root"] = Path(values["slurm_root"]) if values["slurm_root"] else None
         return cls(**values)
@@ -251,7 +258,8 @@ def _registry() -> Iterator[None]:
 
 def all_labs() -> list[Lab]:
     """All labs on this machine, also those of which only a part is left."""
-    return [Lab.find(file.parent.name) for file in sorted(LABS_FOLDER.glob("*/lab.json"))]
+    labs = (Lab._read(file.parent.name) for file in sorted(LABS_FOLDER.glob("*/lab.json")))
+    return [lab for lab in labs if lab is not None]
 
 
 def remove(name: str) -> None:
@@ -262,8 +270,8 @@ def remove(name: str) -> None:
         if not folder.exists() and not network.namespaces(_prefix(name)):
             Lab.find(name)  # raises, with the labs that there are
         network.check_outside(*network.namespaces(_prefix(name)))
-        if (folder / "lab.json").exists():
-            network.remove_link(Lab.find(name).network)
+        if lab := Lab._read(name):
+            network.remove_link(lab.network)
         for netns in network.namespaces(_prefix(name)):
             network.remove_namespace(netns)
         if folder.exists():

@@ -1,5 +1,6 @@
 """Live Slurm for the tests: labs with names of their own, so that several test runs can go on side by side."""
 
+import contextlib
 import itertools
 import os
 import re
@@ -13,6 +14,7 @@ import pytest
 
 from ddp_slurm.cluster import Cluster
 from ddp_slurm.lab import Lab, LabError
+from ddp_slurm.lab.lab import all_labs
 from ddp_slurm.lab.machine import check_machine
 from ddp_slurm.lab.releases import RELEASES, ReleaseNotAvailable, slurm_root
 
@@ -50,6 +52,11 @@ def needs_lab() -> None:
         check_machine()
     except LabError as reason:
         pytest.skip(f"no live Slurm: {reason}")
+    for lab in all_labs():
+        run = re.match(r"test-([0-9]+)(-|$)", lab.name)
+        if run and not Path(f"/proc/{run[1]}").exists():  # of a test run that was killed
+            with contextlib.suppress(LabError):  # another test run is removing it
+                lab.down()
 
 
 @pytest.fixture
