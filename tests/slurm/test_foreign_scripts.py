@@ -1,0 +1,81 @@
+"""Scripts that know nothing of ddp_slurm, on 4, 2 and 1 ranks of a live Slurm."""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_slurm.cluster import Cluster
+from ddp_slurm.lab import Lab
+from ddp_slurm.options import JobOptions
+from ddp_slurm.plan import make_plan
+from ddp_slurm.render import render_sbatch
+
+RunJob = Callable[..., Any]
+CLUSTER = """\
+nodes:
+  - {name: gamma, gpus: {type: titan, count: 1}}
+  - {name: beta, gpus: {type: v100, count: 2}}
+  - {name: alpha, gpus: {type: a100, count: 4}}
+"""
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+ENVIRON = {"OMP_NUM_THREADS": "1"}
+LIMIT = "--time=10"  # minutes: seven times "import lightning" is slow on a busy machine
+pytestmark = pytest.mark.timeout(900)
+
+
+def script(tmp_path: Path, **options: object) -> str:
+    """The job script for the lab's 7 ranks."""
+    file = tmp_path / "cluster.yaml"
+    file.write_text(CLUSTER)
+    return render_sbatch(
+        make_plan(Cluster.load(file), JobOptions.model_validate({"python": sys.executable, **options}))
+    )
+
+
+def results(output: str) -> dict[int, str]:
+    """What each rank reported besides its rank."""
+    return {int(rank): rest for rank, rest in re.findall(r"RESULT rank=(\d+) (.*)", output)}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "words"),
+    [
+        ("srun", ["plain_ddp.py"]),
+        ("srun", ["accelerate_script.py"]),
+        ("srun", ["lightning_script.py", "auto", "3"]),
+        ("torchrun", ["plain_ddp.py"]),
+        ("torchrun", ["lightning_script.py", "auto", "3"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_every_rank_is_in_one_world(
+    live_lab: Lab, run_job: RunJob, tmp_path: Path, launcher: str, words: list[str]
+) -> None:
+    through = ["-m", "ddp_slurm.run"] if launcher == "srun" else []
+    command = ["python", *through, str(SCRIPTS / words[0]), *words[1:]]
+    job = run_job(live_lab, script(tmp_path, command=command, launcher=launcher), LIMIT, env=ENVIRON)
+    found = results(job.output)
+    assert job.state == "COMPLETED", job.output
+    assert sorted(found) == list(range(7)), job.output
+    assert len(set(found.values())) == 1, "the parameters differ: " + job.output
+    answer = re.search(r"world=7 samples=8 weight=(\S+) bias=(\S+)", found[0])
+    assert answer, found[0]
+    assert float(answer[1]) == pytest.approx(3, abs=0.05)
+    assert float(answer[2]) == pytest.approx(1, abs=0.05)
+
+
+def test_lightnings_own_slurm_environment_fails_there(live_lab: Lab, run_job: RunJob, tmp_path: Path) -> None:
+    """It takes another component's SLURM_NTASKS_PER_NODE for its own."""
+    job = run_job(
+        live_lab,
+        script(tmp_path, command=["python", str(SCRIPTS / "lightning_script.py"), "auto", "3"]),
+        LIMIT,
+        env=ENVIRON,
+    )
+    assert job.state == "FAILED"
+    assert not results(job.output)
+    assert "configured in SLURM" in job.output

@@ -1,0 +1,289 @@
+"""torchrun's lines and containers: whatever the words hold, each arrives as it is, and nothing in them is run."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddp_slurm.backends import torchrun as backend
+from ddp_slurm.cluster import Cluster, GpuModel, Node, Ssh
+from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.options import JobOptions, OptionsError
+from ddp_slurm.plan import Plan, make_plan
+from ddp_slurm.render import RenderError, render_sbatch
+from ddp_slurm.torchrun import TorchrunError, network_commands, render_torchrun
+
+HOSTILE = [
+    "a b", "it's", 'say "x"', "$HOME", "*", "a;b&c|d", "back\\slash", "ü 世界", "--flag", "# no comment", "!x", "~", "=x", "",
+    "{a,b}", "<(x)", "%h",
+]  # fmt: skip
+WORDS = [*HOSTILE, "$(touch made)", "`touch made`"]
+VALUES = {f"VALUE{index}": word for index, word in enumerate(HOSTILE)}
+ENV = [f"{name}={value}" for name, value in VALUES.items()]
+CLUSTER = Cluster(
+    "boxes",
+    (
+        Node("gamma", (GpuModel(count=1),), address="192.0.2.1", interface="eno1"),
+        Node(
+            "beta", (GpuModel(count=2),), address="192.0.2.2", ssh=Ssh(user="me", port=2222), env=(("NODE", "be ta"),)
+        ),
+    ),
+)
+
+RECORDER = """#!{python}
+import json, os, sys
+with open({log!r}, "a") as log:
+    log.write(json.dumps([os.path.basename(sys.argv[0]), sys.argv[1:], dict(os.environ), os.getcwd()]) + "\\n")
+"""
+
+
+def plan_of(**options: object) -> Plan:
+    return make_plan(CLUSTER, JobOptions.model_validate({"command": ["python", "t.py"], **options}))
+
+
+class Stubs:
+    """Programs that only say how they were called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.bin, self.log = folder / "stubs", folder / "calls"
+        self.bin.mkdir()
+        self.environ = {**os.environ, "PATH": f"{self.bin}:{os.environ['PATH']}"}
+
+    def add(self, name: str) -> str:
+        file = self.bin / name
+        file.write_text(RECORDER.format(python=sys.executable, log=str(self.log)))
+        file.chmod(0o755)
+        return str(file)
+
+    def calls(self) -> list[tuple[str, list[str], dict[str, str], str]]:
+        return [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
+
+
+@pytest.fixture
+def stubs(tmp_path: Path) -> Stubs:
+    return Stubs(tmp_path)
+
+
+def bash(line: str, stubs: Stubs, folder: Path) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(["bash", "-c", line], env=stubs.environ, cwd=folder, capture_output=True, text=True)
+
+
+def test_the_words_of_torchrun(stubs: Stubs, tmp_path: Path) -> None:
+    python = stubs.add("my python")
+    first, second = render_torchrun(plan_of(env=["A=x"], **{"global-batch-size": "30"}), str(tmp_path), python)
+    done = bash(first.line, stubs, Path("/"))
+    bash(second.line, stubs, Path("/"))
+    assert done.returncode == 0, done.stderr
+    (_, argv, environ, folder), (_, argv2, environ2, _) = stubs.calls()
+    assert argv[:5] == ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--node-rank=0"]
+    assert argv2[2:5] == ["--nnodes=2", "--nproc-per-node=2", "--node-rank=1"]
+    assert argv[5] == "--master-addr=192.0.2.1"
+    assert argv[6:] == [*argv2[6:10], "--no-python", python, "t.py"]
+    assert folder == str(tmp_path)
+    assert (environ["A"], environ["DDP_SLURM_SHARES"], environ["DDP_SLURM_TASKS_PER_NODE"]) == ("x", "10(x3)", "1,2")
+    assert (environ["NCCL_SOCKET_IFNAME"], environ["GLOO_SOCKET_IFNAME"]) == ("=eno1", "eno1")
+    assert environ2["NODE"] == "be ta"
+    assert "GLOO_SOCKET_IFNAME" not in environ2
+
+
+def test_every_word_arrives_through_the_line(stubs: Stubs, tmp_path: Path, hostile_folder: Path) -> None:
+    plan = plan_of(command=["python", "t.py", *WORDS], env=ENV, setup=["S=set # with a comment", "export S"])
+    done = bash(render_torchrun(plan, str(hostile_folder), stubs.add("python"))[0].line, stubs, tmp_path)
+    assert done.returncode == 0, done.stderr
+    [(_, argv, environ, folder)] = stubs.calls()
+    assert argv[-len(WORDS) :] == WORDS
+    assert {name: environ[name] for name in VALUES} == VALUES
+    assert (folder, environ["S"]) == (str(hostile_folder), "set")
+    assert not list(tmp_path.rglob("made"))
+
+
+def test_every_word_arrives_through_the_ssh_client_and_the_remote_shell(
+    stubs: Stubs, tmp_path: Path, hostile_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ssh = stubs.bin / "ssh"
+    ssh.write_text('#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nexec sh -c "$3"\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", stubs.environ["PATH"])
+    monkeypatch.chdir(hostile_folder)
+    plan = plan_of(command=["python", "t.py", *WORDS], env=ENV, python=stubs.add("python"))
+    assert backend.run(plan) == 0
+    for _, argv, environ, folder in stubs.calls():
+        assert argv[-len(WORDS) :] == WORDS
+        assert {name: environ[name] for name in VALUES} == VALUES
+        assert folder == str(hostile_folder)
+    assert len(stubs.calls()) == 2
+    assert not list(tmp_path.rglob("made"))
+
+
+def test_a_newline_reaches_no_shell() -> None:
+    for field in ({"command": ["a\nb"]}, {"env": ["A=a\nb"]}, {"setup": ["a\nb"]}, {"container": "docker:a\nb"}):
+        with pytest.raises(ValueError, match="newline"):
+            plan_of(**field)
+    with pytest.raises(DdpSlurmError, match="newline"):
+        render_torchrun(plan_of(), "/a\nb", "python3")
+
+
+def test_no_secret_is_an_argument(tmp_path: Path) -> None:
+    plan = plan_of(env=["TOKEN=s3cret"], container="docker:image")
+    for process in backend._processes(plan, 0):
+        assert not any("s3cret" in word for word in process.argv)
+    assert "s3cret" not in render_torchrun(plan, "/", "python3")[0].line.partition(" exec ")[2]
+
+
+def test_docker_runs_what_was_asked(stubs: Stubs, tmp_path: Path) -> None:
+    stubs.add("docker")
+    plan = plan_of(
+        command=["python", "t.py", *WORDS],
+        env=ENV,
+        container="docker:torch:2",
+        mount=["/da ta:/mnt:ro", "/x"],
+    )
+    command = render_torchrun(plan, str(tmp_path), "/not/used/python")[0]
+    assert bash(command.line, stubs, tmp_path).returncode == 0
+    assert bash(command.clean_up, stubs, tmp_path).returncode == 0
+    (_, argv, environ, _), (_, clean_up, _, _) = stubs.calls()
+    image = argv.index("torch:2")
+    name = next(text for text in argv if text.startswith("--name=")).removeprefix("--name=")
+    assert argv[image + 1 : image + 3] == ["python", "-m"]
+    assert argv[-len(WORDS) :] == WORDS
+    assert {name: environ[name] for name in VALUES} == VALUES
+    passed = {"DDP_SLURM_WORLD_SIZE", "NCCL_SOCKET_IFNAME", *VALUES}
+    assert {"--network=host", *(f"--env={name}" for name in passed)} <= set(argv[:image])
+    assert [text for text in argv if text.startswith("--mount=")] == [
+        f"--mount=type=bind,source={tmp_path},target={tmp_path}",
+        "--mount=type=bind,source=/da ta,target=/mnt,readonly",
+        "--mount=type=bind,source=/x,target=/x",
+    ]
+    assert f"--user={os.getuid()}:{os.getgid()}" in argv
+    assert clean_up == ["rm", "--force", name]
+
+
+def test_the_real_docker_client_takes_the_options(stubs: Stubs, tmp_path: Path) -> None:
+    if shutil.which("docker") is None:
+        pytest.skip("no docker client")
+    plan = plan_of(container="docker:torch:2", mount=["/da ta:/mnt:ro"], **{"container-network": "ddp"})
+    stubs.environ["DOCKER_HOST"] = f"unix://{tmp_path}/no.sock"
+    done = bash(render_torchrun(plan, str(tmp_path), "python3")[0].line, stubs, tmp_path)
+    # it parses everything before it looks for the engine, and there is none
+    assert "no.sock" in done.stderr
+
+
+def test_an_overlay_network_has_names_of_its_own(stubs: Stubs, tmp_path: Path) -> None:
+    stubs.add("docker")
+    plan = plan_of(container="docker:torch", **{"container-network": "ddp"})
+    for command in render_torchrun(plan, str(tmp_path), "python3"):
+        bash(command.line, stubs, tmp_path)
+    (_, first, environ, _), (_, second, _, _) = stubs.calls()
+    alias = next(text for text in first if text.startswith("--network-alias=")).removeprefix("--network-alias=")
+    assert f"--master-addr={alias}" in first
+    assert f"--master-addr={alias}" in second
+    assert "NCCL_SOCKET_IFNAME" not in environ
+    assert [subprocess.run(["bash", "-n"], input=text.partition(": ")[2], text=True).returncode
+            for text in network_commands(plan)[:2]] == [0, 0]  # fmt: skip
+
+
+def test_a_folder_that_cannot_be_mounted_is_refused_on_the_node(stubs: Stubs, tmp_path: Path) -> None:
+    stubs.add("apptainer")
+    for name in ("a,b", "a:b", 'a"b', "a\\b"):
+        folder = tmp_path / name
+        folder.mkdir()
+        done = bash(render_torchrun(plan_of(container="apptainer:/i.sif"), str(folder), "p")[0].line, stubs, tmp_path)
+        assert (done.returncode, "cannot be mounted" in done.stderr) == (2, True)
+    assert not stubs.calls()
+
+
+JOB = {"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2", "SLURMD_NODENAME": "gamma", "SLURM_NODEID": "1"}
+
+
+def segments(plan: Plan, stubs: Stubs, folder: Path) -> list[list[str]]:
+    """The words of each component's segment that the job script gives to srun."""
+    stubs.add("srun")
+    done = subprocess.run(
+        ["bash", "-s"],
+        input=render_sbatch(plan),
+        env={**stubs.environ, **JOB},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    words = stubs.calls()[0][1]
+    colon = words.index(":")
+    return [words[:colon], words[colon + 1 :]]
+
+
+def test_pyxis_and_apptainer_get_what_was_asked(stubs: Stubs, tmp_path: Path) -> None:
+    common = {"command": ["python", "t.py", *WORDS], "env": ENV, "mount": ["/da ta:/mnt:ro"]}
+    for segment in segments(plan_of(container="pyxis:nv#torch", **common), stubs, tmp_path):
+        assert "--container-image=nv#torch" in segment
+        assert f"--container-mounts={tmp_path}:{tmp_path},/da ta:/mnt:ro" in segment
+        assert f"--container-workdir={tmp_path}" in segment
+        assert segment[-len(WORDS) - 2 :] == ["python", "t.py", *WORDS]
+    stubs.log.unlink()
+    for segment in segments(plan_of(container="apptainer:/i m.sif", **common), stubs, tmp_path):
+        start = segment.index("apptainer")
+        assert segment[start:] == [
+            "apptainer", "exec", "--nv", "--bind", str(tmp_path), "--bind", "/da ta:/mnt:ro", "--pwd", str(tmp_path),
+            "/i m.sif", "python", "t.py", *WORDS,
+        ]  # fmt: skip
+
+
+def test_launcher_torchrun_is_one_task_a_node(stubs: Stubs, tmp_path: Path) -> None:
+    plan = plan_of(launcher="torchrun", **{"max-restarts": "2", "cpus-per-task": "3"})
+    first, second = segments(plan, stubs, tmp_path)
+    assert first[2:6] == ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=3"]
+    assert second[:4] == ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=6"]
+    stubs.add("python")
+    task = second[second.index("sh") :]
+    stubs.log.unlink()
+    assert subprocess.run(task, env={**stubs.environ, **JOB}).returncode == 0
+    assert stubs.calls()[0][1] == [
+        "-m", "torch.distributed.run", "--node-rank=1", "--nnodes=2", "--master-addr=gamma", "--master-port=10007",
+        "--rdzv-id=7", "--rdzv-conf=timeout=180", "--max-restarts=2", "--nproc-per-node=2", "--no-python", "python", "t.py",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"container": "docker"}, "'docker' is not ENGINE:IMAGE; the engines are docker, apptainer, pyxis"),
+        ({"container": "podman:x"}, "is not ENGINE:IMAGE"),
+        ({"container": "docker:--privileged"}, "is not a docker image"),
+        ({"container": "docker:a b"}, "is not a docker image"),
+        ({"container": "docker:$(id)"}, "command substitution"),
+        ({"container": "docker:x", "mount": ["data"]}, "'data' is not SOURCE"),
+        ({"container": "docker:x", "mount": ["/a:/b:/c"]}, "is not SOURCE"),
+        ({"container": "docker:x", "mount": ["/a,b"]}, "cannot be mounted"),
+        ({"launcher": "mpirun"}, "'mpirun' is not a launcher"),
+    ],
+)
+def test_what_is_refused_at_load(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+        plan_of(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mount": ["/a"]}, "need --container"),
+        ({"container": "pyxis:x", "container-network": "n"}, "is docker's"),
+        ({"container": "docker:x", "venv": "/v"}, "its own Python"),
+        ({"launcher": "torchrun", "time": "5", "signal-seconds": "60"}, "--launcher torchrun"),
+    ],
+)
+def test_what_does_not_go_together(options: dict[str, object], words: str) -> None:
+    with pytest.raises(OptionsError, match=words):
+        JobOptions.model_validate(options).check_together()
+
+
+def test_engines_have_their_place() -> None:
+    with pytest.raises(RenderError, match="under Slurm use pyxis"):
+        render_sbatch(plan_of(container="docker:x"))
+    with pytest.raises(TorchrunError, match="plug-in of Slurm"):
+        render_torchrun(plan_of(container="pyxis:x"), "/", "python3")
+    with pytest.raises(TorchrunError, match="link's own"):
+        render_torchrun(plan_of(env=["MASTER_ADDR=fe80::1%eth0"]), "/", "python3")
