@@ -267,9 +267,7 @@ def read_state(
     details, log = parse_scontrol(answer.out) if answer.status == 0 else ([], None)
     if active:
         state = next(iter(active.values()))
-        by_id = {component.job_id: component for component in details}
-        components = tuple(_with_details(c, by_id.get(c.job_id)) for c in state.components)
-        return replace(state, components=components, log=log)
+        return _job(state.job_id, _merged(state.components, details), "squeue", log)
     if details:
         return _job(leader_of(details[0].job_id), details, "scontrol", log)
     accounted = ask(
@@ -286,10 +284,15 @@ def read_state(
     return JobState(job_id, UNKNOWN, "nobody", note=answer.err or "scontrol says nothing of it")
 
 
-def _with_details(component: ComponentState, details: ComponentState | None) -> ComponentState:
-    if details is None:
-        return component
-    return replace(component, exit_status=details.exit_status, signal=details.signal, restarts=details.restarts)
+def _merged(listed: Iterable[ComponentState], details: Iterable[ComponentState]) -> list[ComponentState]:
+    """squeue's components with what only scontrol says, and those that squeue lists no more since they have ended."""
+    merged = {component.job_id: component for component in details}
+    for component in listed:
+        known = merged.get(component.job_id, component)
+        merged[component.job_id] = replace(
+            component, exit_status=known.exit_status, signal=known.signal, restarts=known.restarts
+        )
+    return list(merged.values())
 
 
 def is_forgotten(state: JobState) -> bool:

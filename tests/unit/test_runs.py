@@ -1,0 +1,215 @@
+"""The run folder: what was submitted, read again and repeated."""
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from ddp_slurm.cluster import Cluster
+from ddp_slurm.job import Request, load_options
+from ddp_slurm.options import JobOptions
+from ddp_slurm.plan import Plan, make_plan
+from ddp_slurm.render import render_sbatch
+from ddp_slurm.runs import (
+    RUNS_FOLDER,
+    Run,
+    RunError,
+    find_run,
+    job_yaml,
+    keep_run,
+    load_run,
+    log_path,
+    make_runs_folder,
+    runs_folder,
+)
+from ddp_slurm.state import ComponentState, JobState
+
+EVERYTHING = {
+    "command": ["python", "my train.py", "it's", "5"], "nodes": "gamma,alpha", "gpus": "5", "name": "a run", "time": "12:00:00",
+    "output": "logs/%x-%j.out", "partition": "big", "account": "0123", "qos": "no", "cpus_per_task": "4", "memory": "30G",
+    "signal_seconds": "90", "max_restarts": "3", "env": ["A=x: y", "B=1_0"], "setup": ["module load cuda # 12"],
+    "venv": "/opt/my env", "global_batch_size": "256", "sbatch": ["reservation=lab", "1:exclusive", "0:comment=a=b"],
+}  # fmt: skip
+
+
+def plan_of(uneven: Path, **options: object) -> Plan:
+    return make_plan(Cluster.load(uneven), JobOptions.model_validate({"command": ["python", "train.py"], **options}))
+
+
+def keep(plan: Plan, runs: Path, job_id: str = "48", **kwargs: object) -> Run:
+    values = {
+        "backend": "sbatch",
+        "script": "#!/bin/bash\n",
+        "cluster_file": None,
+        "submitted_at": time.time(),
+        **kwargs,
+    }
+    run = keep_run(plan, runs=runs, job_id=job_id, **values)  # type: ignore[arg-type]
+    assert run is not None
+    return run
+
+
+@pytest.mark.parametrize(
+    "values", [EVERYTHING, {"command": ["x"], "container": "apptainer:/i.sif", "mount": ["/d:/e:ro"]}]
+)
+def test_job_yaml_gives_the_same_options_again(tmp_path: Path, values: dict[str, object]) -> None:
+    options = load_options(Request(None, None, values))
+    (tmp_path / "job.yaml").write_text(job_yaml(options))
+    assert load_options(Request(None, tmp_path / "job.yaml", {})) == options
+
+
+def test_a_run_is_kept_and_found(uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = plan_of(uneven, output="logs/%x-%j.out", env=["TOKEN=secret"])
+    run = keep(plan, runs_folder(plan.options.output), cluster_file=uneven)
+    assert run.folder == tmp_path / "logs" / RUNS_FOLDER / "48"
+    assert load_run(run.folder) == run == find_run("48")
+    assert find_run("48", tmp_path / "logs") == run
+    assert find_run("48", tmp_path) is None
+    assert find_run("49") is None
+    assert run.log == str(tmp_path / "logs/lab-48.out")
+    assert (run.folder / "cluster.yaml").read_text() == uneven.read_text()
+    ranks = run.plan["ranks"]
+    assert [rank["node"] for rank in ranks] == ["gamma", "beta", "beta", *["alpha"] * 4]
+    assert json.loads((run.folder / "versions.json").read_text())["packages"]["ddp_slurm"]
+    for path in run.folder.iterdir():
+        assert "secret" not in path.read_text() or stat.S_IMODE(path.stat().st_mode) == 0o600
+    monkeypatch.chdir("/")
+    assert find_run("48") is None
+    assert find_run("48", log=str(tmp_path / "logs/lab-48.out")) == run
+
+
+def test_the_command_to_repeat_submits_the_same_again(
+    uneven: Path, submit: object, tmp_path: Path, stub: object
+) -> None:
+    stub("sbatch", 'cat > "$RECORD"; echo 48')  # type: ignore[operator]
+    (tmp_path / "speeds.yaml").write_text("titan: {beta: 0.01}\nv100: {beta: 0.005}\na100: {beta: 0.002}\n")
+    record = tmp_path / "first"
+    args = [
+        "--time",
+        "10",
+        "--balance",
+        "speeds.yaml",
+        "--global-batch-size",
+        "256",
+        "--env",
+        "A=b c",
+        "--",
+        "train.py",
+        "it's",
+    ]
+    done = submit(*args, env={"RECORD": str(record)})  # type: ignore[operator]
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "speeds.yaml").unlink()
+    uneven.unlink()
+    run = load_run(tmp_path / RUNS_FOLDER / "48")
+    assert (run.folder / "script.sh").read_text() == record.read_text()
+    again = submit(*run.repeat[2:], env={"RECORD": str(tmp_path / "second")}, cwd=Path(run.directory))  # type: ignore[operator]
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "second").read_text() == record.read_text()
+
+
+def test_without_a_file_the_cluster_is_written_from_the_plan(uneven: Path, tmp_path: Path) -> None:
+    plan = plan_of(uneven, nodes="beta,gamma")
+    run = keep(plan, tmp_path / RUNS_FOLDER)
+    again = make_plan(Cluster.load(run.folder / "cluster.yaml"), plan.options.model_copy(update={"nodes": None}))
+    assert again.components == plan.components
+
+
+def test_an_older_run_of_the_same_number_is_set_aside(uneven: Path, tmp_path: Path) -> None:
+    plan = plan_of(uneven)
+    old = keep(plan, tmp_path, script="old")
+    (old.folder / "exit").write_text("status=1\n")
+    for path in old.folder.iterdir():
+        os.utime(path, (time.time() - 60, time.time() - 60))
+    submitted_at = time.time() - 30
+    (old.folder / "exit").write_text("status=0\n")  # the new job has ended before its folder was written
+    new = keep(plan, tmp_path, script="new", submitted_at=submitted_at)
+    assert (new.folder / "script.sh").read_text() == "new"
+    assert new.exit_marker() == "status=0\n"
+    (aside,) = new.folder.glob("before-*")
+    assert (aside / "script.sh").read_text() == "old"
+    assert not (aside / "exit").exists()
+
+
+def test_a_run_that_cannot_be_kept_is_said(uneven: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert keep_run(plan_of(uneven), runs=tmp_path / "file", job_id="48", backend="sbatch", script="", cluster_file=None,
+                    submitted_at=0.0) is None  # fmt: skip
+    assert f"job 48 is not kept in {tmp_path / 'file'}" in capsys.readouterr().err
+    with pytest.raises(RunError, match="cannot be made: Not a directory; it stands beside the log"):
+        make_runs_folder(tmp_path / "file" / "x")
+
+
+@pytest.mark.parametrize(
+    ("output", "log", "folder"),
+    [
+        ("%x-%j.out", "/w/lab-48.out", "/w"), ("/a/%j/log", "/a/48/log", "/a"), ("l/%x/%j/o", "/w/l/lab/48/o", "/w/l"),
+        ("100%%.out", "/w/100%.out", "/w"), ("%N.out", None, "/w"), ("../o", "/o", "/"),
+    ],
+)  # fmt: skip
+def test_log_and_folder(
+    uneven: Path, monkeypatch: pytest.MonkeyPatch, output: str, log: str | None, folder: str
+) -> None:
+    monkeypatch.setattr(os, "getcwd", lambda: "/w")
+    assert log_path(plan_of(uneven, output=output), "48") == log
+    assert runs_folder(output) == Path(folder) / RUNS_FOLDER
+
+
+def test_a_final_state_is_remembered_once(uneven: Path, tmp_path: Path) -> None:
+    run = keep(plan_of(uneven), tmp_path)
+    assert run.last_look() is None
+    run.remember(JobState("48", "RUNNING", "squeue"))
+    run.remember(JobState("48", "FAILED", "exit marker"))
+    assert run.last_look() is None
+    timeout = JobState("48", "TIMEOUT", "scontrol", (ComponentState("48", "TIMEOUT"),))
+    run.remember(timeout)
+    run.remember(JobState("48", "COMPLETED", "sacct"))
+    assert run.last_look() == timeout
+    (run.folder / "state.json").write_text('{"job_id": "48"')
+    assert run.last_look() is None
+
+
+SRUN = {
+    "ends": ("exit 0", "status=0\nterminated=no\n"),
+    "fails": ("exit 3", "status=3\nterminated=no\n"),
+    "a rank is killed": ("exit 143", "status=143\nterminated=no\n"),
+    "is cancelled": ('kill -TERM "$PPID"; exit 0', "status=143\nterminated=yes\n"),
+    "is requeued": ('touch "$DDP_SLURM_REQUEUE_MARKER"; exit 0', None),
+}
+
+
+@pytest.mark.parametrize("case", SRUN)
+def test_the_marker_that_the_script_leaves(case: str, uneven: Path, hostile_folder: Path, tmp_path: Path) -> None:
+    body, marker = SRUN[case]
+    stubs = tmp_path / "bin"
+    stubs.mkdir()
+    # the stub runs in place of a subshell, whose parent is the script
+    for name, text in {"srun": body, "scontrol": "exit 0"}.items():
+        (stubs / name).write_text(f"#!/bin/bash\n{text}\n")
+        (stubs / name).chmod(0o755)
+    plan = plan_of(uneven, time="5", signal_seconds="60", max_restarts="2")
+    script = render_sbatch(plan, hostile_folder)
+    kept = hostile_folder / "48"
+    kept.mkdir()
+    (kept / "exit").write_text("status=9\n")
+    (kept / "state.json").write_text("{}")
+    env = {"PATH": f"{stubs}:/usr/bin:/bin", "SLURM_JOB_ID": "48", "SLURM_HET_SIZE": "3", "TMPDIR": str(tmp_path)}
+    subprocess.run(["bash"], input=script, env=env, text=True, capture_output=True, check=False, timeout=60)
+    found = kept / "exit"
+    assert (found.read_text().partition("ended=")[0] if found.exists() else None) == marker
+    assert sorted(path.name for path in kept.iterdir()) == (["exit"] if marker else [])
+    assert not list(tmp_path.glob("tmp.*"))
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck here")
+def test_the_script_with_a_marker_is_clean(uneven: Path, hostile_folder: Path) -> None:
+    script = render_sbatch(plan_of(uneven, time="5", signal_seconds="60", max_restarts="2"), hostile_folder)
+    done = subprocess.run(["shellcheck", "--shell=bash", "-"], input=script, text=True, capture_output=True)
+    assert done.stdout == ""
+    assert "run_folder" not in render_sbatch(plan_of(uneven))
