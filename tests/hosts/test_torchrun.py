@@ -134,3 +134,24 @@ def test_a_lost_machine_is_left_out_of_the_restart(
     assert "node beta is lost: beta: cannot be reached by ssh" in output
     assert "restart 1 of 1: 1 ranks on 1 nodes\n" in output
     assert "[alpha] second run, 1 ranks\n" in output
+
+
+@pytest.mark.timeout(900)
+def test_a_machine_that_dies_in_the_middle_of_a_training_is_done_without(make_hosts: MakeHosts, tmp_path: Path) -> None:
+    hosts = make_hosts("gamma", "beta")
+    words = ["--max-restarts", "1", "--global-batch-size", "64", "--", "python", TRAIN, "40", "1", "--samples", "1024"]
+    command = submit(hosts, hosts.cluster_yaml({"gamma": 1, "beta": 2}), *words)
+    process = subprocess.Popen(
+        command, env=hosts.environ, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    lines = []
+    while not (tmp_path / "snapshot.pt").exists():  # a line is read at every epoch at least
+        lines.append(process.stdout.readline())
+        assert lines[-1], "".join(lines)
+    hosts.kill("beta")
+    output = "".join(lines) + process.communicate()[0]
+    assert process.returncode == 0, output
+    assert "restart 1 of 1: 1 ranks on 1 nodes" in output
+    assert "resumed from snapshot.pt: epoch" in output
+    assert "finished: step 640," in output  # 40 epochs of 1024 / 64 steps, whoever made them

@@ -79,3 +79,17 @@ def test_lightnings_own_slurm_environment_fails_there(live_lab: Lab, run_job: Ru
     assert job.state == "FAILED"
     assert not results(job.output)
     assert "configured in SLURM" in job.output
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_torchrun_starts_all_nodes_again_when_one_rank_fails(
+    live_lab: Lab, run_job: RunJob, tmp_path: Path, restarts: int
+) -> None:
+    text = script(
+        tmp_path, command=["python", str(SCRIPTS / "fails_once.py")], launcher="torchrun", max_restarts=restarts
+    )
+    job = run_job(live_lab, text, LIMIT, env=ENVIRON)
+    assert "rank 5 fails" in job.output
+    if restarts:
+        assert results(job.output) == dict.fromkeys(range(7), "attempt=1 total=49"), job.output
+    assert job.state == ("COMPLETED" if restarts else "FAILED"), job.output
