@@ -104,10 +104,9 @@ def cgroup(snapshot: Snapshot) -> Findings:
     """A machine with cgroup v2 needs Slurm's plugin for it, or slurmd does not start."""
     for name, facts in snapshot.facts.items():
         plugins = facts.values.get("cgroup_plugin", ())
-        uses_it = config_of(facts).get("ProctrackType", "proctrack/cgroup") == "proctrack/cgroup"
-        if facts.block("slurmd.version") is None or not uses_it:
+        if facts.block("slurmd.version") is None or facts.first("cgroup") != "cgroup2fs":
             continue
-        if facts.first("cgroup") == "cgroup2fs" and not any(path.endswith("cgroup_v2.so") for path in plugins):
+        if not any(path.endswith("cgroup_v2.so") for path in plugins):
             yield (
                 Severity.ERROR, (name,), "the machine has cgroup v2, this Slurm has no plugin for it (cgroup_v2.so)",
                 "install Slurm 22.05 or later, built with the dbus headers; do not go back to v1 in the boot loader",

@@ -1,0 +1,263 @@
+"""Each of the ten most common set-up faults, planted in one node of a running lab, is found there by the doctor.
+
+Clock, driver, GPUs and the daemon's version are planted through a stub of the tool that tells of them, since the hosts
+of a lab share one machine; the rest is real: another key, another user file, a packet filter, another configuration.
+"""
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ddp_slurm.admin.doctor import Finding, Severity, diagnose, look
+from ddp_slurm.admin.doctor.ask import run_by_srun
+from ddp_slurm.admin.remote import Result
+from ddp_slurm.cluster import Cluster, Node
+from ddp_slurm.lab import Lab
+
+CLUSTER = """\
+name: lab
+nodes:
+  - {name: gamma, gpus: {type: titan, count: 1}, cpus: 2, memory: 900M}
+  - {name: beta, gpus: {type: v100, count: 2}, cpus: 2, memory: 900M}
+  - {name: alpha, gpus: {type: a100, count: 4}, cpus: 2, memory: 900M}
+"""
+NVIDIA_SMI = """case $1 in *driver_version*) ;; *) exit 2 ;; esac
+case $(uname -n) in gamma) last=0 ;; alpha) last=3 ;; *) last={beta_last} ;; esac
+for i in $(seq 0 $last); do echo "$i, 00000000:0$i:00.0, 32768, 535.183.01, NVIDIA A100"; done"""
+PYTHON = "facts " + json.dumps(
+    {"python": "3.11.4", "torch": "2.6.0", "cuda": "12.4", "cudnn": "90100", "nccl": "2.21.5"}
+)
+IN_OWN_MOUNTS = ["unshare", "--mount", "--", "sh", "-euc"]
+
+
+class Patient:
+    """The lab, with ``before``: the words that go before each command on beta."""
+
+    def __init__(self, lab: Lab, folder: Path) -> None:
+        self.lab, self.folder = lab, folder
+        self.cluster = Cluster.load(folder / "cluster.yaml")
+        self.before: list[str] = []
+        self.tools = self.stub("tools", "nvidia-smi", NVIDIA_SMI.format(beta_last=1))
+        self.stub("tools", "python", f"echo {shlex.quote(PYTHON)}")
+
+    def stub(self, folder: str, name: str, body: str) -> Path:
+        """A folder that has a tool of this name; it goes before the others on PATH."""
+        path = self.folder / folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(0o755)
+        return path.parent
+
+    def run(
+        self, node: Node, argv: Sequence[str], *, input: bytes | None = None, timeout_seconds: float = 60
+    ) -> Result:
+        before = [
+            "env",
+            f"PATH={self.tools}:{os.environ['PATH']}:/usr/sbin",
+            *(self.before if node.name == "beta" else []),
+        ]
+        done = self.lab.exec(node.name, [*before, *argv], input=input, capture_output=True, timeout=timeout_seconds)
+        return Result(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+    def findings(self) -> list[Finding]:
+        seen = look(self.cluster, python=str(self.tools / "python"), runner=self.run)
+        return [finding for finding in diagnose(seen) if finding.severity > Severity.OK]
+
+
+@pytest.fixture(scope="module")
+def lab(needs_lab: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    file = tmp_path_factory.mktemp("doctor") / "cluster.yaml"
+    file.write_text(CLUSTER)
+    with Lab.up(Cluster.load(file), f"test-{os.getpid()}-doctor") as running:
+        yield running
+
+
+@pytest.fixture
+def patient(lab: Lab, tmp_path: Path) -> Patient:
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    return Patient(lab, tmp_path)
+
+
+def path_before(patient: Patient, folder: Path) -> list[str]:
+    return ["env", f"PATH={folder}:{patient.tools}:{os.environ['PATH']}:/usr/sbin"]
+
+
+@contextlib.contextmanager
+def version_skew(patient: Patient) -> Iterator[None]:
+    patient.before = path_before(patient, patient.stub("old", "slurmd", "echo slurm-wlm 21.08.5"))
+    yield
+
+
+@contextlib.contextmanager
+def no_cgroup_plugin(patient: Patient) -> Iterator[None]:
+    (plugins,) = [path for path in Path("/usr/lib").glob("*/slurm-wlm") if (path / "cgroup_v2.so").exists()]
+    poorer = patient.folder / "plugins"
+    shutil.copytree(plugins, poorer)
+    (poorer / "cgroup_v2.so").unlink()
+    mounts = f'mount -t cgroup2 none /sys/fs/cgroup; mount --bind {poorer} {plugins}; exec "$@"'
+    patient.before = [*IN_OWN_MOUNTS, mounts, "sh"]
+    yield
+
+
+@contextlib.contextmanager
+def memory_overstated(patient: Patient) -> Iterator[None]:
+    nodes = [replace(n, memory_mb=2_000_000) if n.name == "beta" else n for n in patient.cluster.nodes]
+    patient.cluster = replace(patient.cluster, nodes=tuple(nodes))
+    yield
+
+
+@contextlib.contextmanager
+def gpu_missing(patient: Patient) -> Iterator[None]:
+    patient.before = path_before(patient, patient.stub("one_gpu", "nvidia-smi", NVIDIA_SMI.format(beta_last=0)))
+    yield
+
+
+@contextlib.contextmanager
+def another_munge_key(patient: Patient) -> Iterator[None]:
+    key, socket, pid = (patient.folder / name for name in ("key", "socket", "pid"))
+    key.write_bytes(os.urandom(1024))
+    key.chmod(0o400)
+    files = [
+        f"--socket={socket}",
+        f"--pid-file={pid}",
+        f"--seed-file={patient.folder}/seed",
+        f"--log-file={patient.folder}/log",
+    ]
+    munged = subprocess.Popen(
+        ["munged", "--foreground", "--force", f"--key-file={key}", *files], stderr=subprocess.DEVNULL
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while subprocess.run(["munge", "-n", f"--socket={socket}"], capture_output=True).returncode:
+            assert time.monotonic() < deadline
+            assert munged.poll() is None
+        patient.before = path_before(
+            patient, patient.stub("other_key", "unmunge", f"exec /usr/bin/unmunge --socket={socket}")
+        )
+        yield
+    finally:
+        munged.terminate()
+        munged.wait()
+
+
+@contextlib.contextmanager
+def clock_off(patient: Patient) -> Iterator[None]:
+    body = 'exec /bin/date -d "@$(($(/bin/date +%s) + 400))" "$@"'
+    patient.before = path_before(patient, patient.stub("clock", "date", body))
+    yield
+
+
+@contextlib.contextmanager
+def another_uid(patient: Patient) -> Iterator[None]:
+    users = patient.folder / "passwd"
+    lines = Path("/etc/passwd").read_text().splitlines()
+    others = [line for line in lines if not line.startswith("munge:")]
+    users.write_text("\n".join([*others, "munge:x:4711:4711::/nonexistent:/usr/sbin/nologin"]) + "\n")
+    patient.before = [*IN_OWN_MOUNTS, f'mount --bind {users} /etc/passwd; exec "$@"', "sh"]
+    yield
+
+
+@contextlib.contextmanager
+def firewall(patient: Patient) -> Iterator[None]:
+    """beta drops what comes for port 6818: a classic BPF program, since netfilter's tools may be missing."""
+    words = "6,48 0 0 23,21 0 3 6,40 0 0 36,21 0 1 6818,6 0 0 2,6 0 0 4294967295"
+    links = patient.lab.exec("beta", ["ls", "/sys/class/net"], capture_output=True, text=True).stdout.split()
+    (link,) = [link for link in links if link != "lo"]
+    patient.lab.exec("beta", ["tc", "qdisc", "add", "dev", link, "clsact"], check=True)
+    try:
+        drop = ["tc", "filter", "add", "dev", link, "ingress", "bpf", "da", "bytecode", words]
+        if patient.lab.exec("beta", drop, capture_output=True).returncode:
+            pytest.skip("this kernel has no packet filter that tc can load (cls_bpf)")
+        yield
+    finally:
+        patient.lab.exec("beta", ["tc", "qdisc", "del", "dev", link, "clsact"], check=True)
+
+
+@contextlib.contextmanager
+def driver_mismatch(patient: Patient) -> Iterator[None]:
+    said = "Failed to initialize NVML: Driver/library version mismatch"
+    patient.before = path_before(patient, patient.stub("driver", "nvidia-smi", f"echo '{said}'; exit 18"))
+    yield
+
+
+@contextlib.contextmanager
+def host_renamed(patient: Patient) -> Iterator[None]:
+    patient.before = ["unshare", "--uts", "--", "sh", "-euc", 'hostname ubuntu; exec "$@"', "sh"]
+    yield
+
+
+@contextlib.contextmanager
+def configuration_drift(patient: Patient) -> Iterator[None]:
+    copy = patient.folder / "conf"
+    shutil.copytree(patient.lab.slurm_conf.parent, copy)
+    with (copy / "slurm.conf").open("a") as file:
+        file.write("KillWait=31\n")
+    patient.before = ["env", f"SLURM_CONF={copy / 'slurm.conf'}"]
+    yield
+
+
+Plant = Callable[[Patient], contextlib.AbstractContextManager[None]]
+FAULTS: list[tuple[Plant, str, str]] = [
+    (version_skew, "Slurm release", "21.08.5 on beta"),
+    (no_cgroup_plugin, "cgroup plugin", "no plugin for it"),
+    (memory_overstated, "hardware", "says 2000000 MiB of memory"),
+    (gpu_missing, "GPU count", "says 2 GPUs, nvidia-smi shows 1"),
+    (another_munge_key, "munge key", "another munge key than gamma"),
+    (clock_off, "clock", "s ahead of the other nodes'"),
+    (another_uid, "users", "user munge has different ids"),
+    (firewall, "firewall", "from beta on port 6818 (slurmd)"),
+    (driver_mismatch, "GPU driver", "Driver/library version mismatch"),
+    (host_renamed, "host name", "calls itself 'ubuntu'"),
+    (configuration_drift, "configuration", "differs from the one slurmctld runs with"),
+]
+
+
+def test_a_healthy_lab_has_no_findings(patient: Patient) -> None:
+    assert patient.findings() == []
+
+
+@pytest.mark.parametrize(("plant", "check", "cause"), FAULTS, ids=[plant.__name__ for plant, _, _ in FAULTS])
+def test_the_planted_fault_is_found_on_its_node(patient: Patient, plant: Plant, check: str, cause: str) -> None:
+    with plant(patient):
+        findings = patient.findings()
+    hits = [f for f in findings if f.check == check and cause in f.cause]
+    assert hits, findings
+    assert {f.nodes for f in hits} == {("beta",)}
+    assert all(f.severity is Severity.ERROR and f.fix for f in hits)
+    assert {node for f in findings for node in f.nodes} == {"beta"}, "a healthy node is blamed"
+
+
+def test_a_node_that_slurm_drained_for_its_memory(patient: Patient) -> None:
+    reason = "Low RealMemory (reported:24000 < 100.00% of configured:30000)"
+    patient.lab.run(["scontrol", "update", "nodename=beta", "state=drain", f"reason={reason}"], check=True)
+    try:
+        (finding,) = patient.findings()
+    finally:
+        patient.lab.run(["scontrol", "update", "nodename=beta", "state=resume"], check=True)
+    assert (finding.check, finding.severity, finding.nodes) == ("node states", Severity.ERROR, ("beta",))
+    assert "ddp-slurm cluster probe" in finding.fix
+
+
+def test_a_node_that_is_off(patient: Patient) -> None:
+    patient.lab.kill("alpha")
+    try:
+        found = patient.findings()
+    finally:
+        patient.lab.revive("alpha")
+    silent = [f for f in found if f.check == "firewall" and f.nodes == ("alpha",)]
+    assert {f.cause.split()[0] for f in silent} == {"gamma", "beta"}
+
+
+def test_srun_reaches_the_nodes_too(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_CONF", str(patient.lab.slurm_conf))
+    done = run_by_srun(patient.cluster.nodes[1], ["sh", "-c", 'echo "$(uname -n) $(cat)"; exit 3'], input=b"a b")
+    assert (done.returncode, done.stdout) == (3, "beta a b\n")
