@@ -78,7 +78,7 @@ print("seen:", socket.gethostname(), *(os.environ.get(name) for name in names), 
 def test_a_het_job_is_one_world(release_lab: Lab, tmp_path: Path, python: str, run_job: Callable[..., Any]) -> None:
     (tmp_path / "rank.py").write_text(RANK)
     command = ["python", "-m", "ddp_slurm.run", str(tmp_path / "rank.py")]
-    job = run_job(release_lab, script(tmp_path, python, *command))
+    job = run_job(release_lab, script(tmp_path, python, *command), "--time=8")
     assert job.state == "COMPLETED", job.output
     assert sorted(re.findall(r"seen: (.*)", job.output), key=lambda line: int(line.split()[1])) == [
         "gamma 0 0 7 1 0 gamma 0",
@@ -95,6 +95,6 @@ def test_the_cifar10_example(release_lab: Lab, tmp_path: Path, python: str, run_
     }
     numpy.savez(tmp_path / "cifar10.npz", **images)
     command = [str(EXAMPLE / "train.py"), "1", "1", "--data", str(tmp_path / "cifar10.npz"), "--batch-size", "4"]
-    job = run_job(release_lab, script(tmp_path, python, *command))
+    job = run_job(release_lab, script(tmp_path, python, *command), "--time=8")
     assert job.state == "COMPLETED", job.output
     assert re.search(r"finished: step 2", job.output)

@@ -113,7 +113,8 @@ def test_options_by_release(cluster: Cluster) -> None:
     assert written("slurm-wlm 26.05.5", None) == ("", both)
     assert written("20.11", LAB) == ("", "")
     assert written("22.05", LAB) == ("cgroup/v1", "node_reg_mem_percent=95")
-    assert written("24.11", LAB) == ("disabled", "node_reg_mem_percent=95")
+    assert written("23.11", LAB)[0] == "cgroup/v1"
+    assert written("24.05", LAB) == written("24.11", LAB) == ("disabled", "node_reg_mem_percent=95")
 
 
 def test_the_lines_that_het_jobs_and_gpus_need(cluster: Cluster) -> None:
