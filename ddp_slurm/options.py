@@ -123,6 +123,12 @@ def _launcher(value: Any) -> Any:
     return value
 
 
+def _ranks(value: Any) -> Any:
+    if value not in ("gpu", "node"):
+        raise ValueError(f"{value!r} is not what a rank is for; gpu and node are")
+    return value
+
+
 def _node_list(value: Any) -> tuple[str, ...]:
     return tuple(expand_hostlist(one_line(value))) if isinstance(value, str) else tuple(value)
 
@@ -171,6 +177,9 @@ class JobOptions(Schema):
     python: PlainText | None = Field(None, description="the interpreter that 'python' in the command stands for")
     conda_env: PlainText | None = Field(None, description="conda environment to activate, a name or a path")
     venv: PlainText | None = Field(None, description="virtual environment to use, the folder that holds bin/python")
+    ranks: Annotated[Literal["gpu", "node"], BeforeValidator(_ranks)] = Field(
+        "gpu", description="gpu: a rank for each GPU; node: one for each node, which drives all its GPUs"
+    )
     launcher: Annotated[Literal["srun", "torchrun"], BeforeValidator(_launcher)] = Field(
         "srun", description="what starts the ranks of a Slurm job: srun, one task a GPU, or torchrun, one a node"
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import RootModel
 
-from .balance import equal_shares, split_batch
+from .balance import apportion, equal_shares, split_batch
 from .cluster import Cluster, GpuModel, Node, gres_text
 from .errors import DdpSlurmError, did_you_mean
 from .fields import GpuType, HostName, PositiveNumber, Schema, Seconds
@@ -38,10 +38,16 @@ class Component:
     constraint: str | None
     interface: str | None
     env: tuple[tuple[str, str], ...]
+    one_rank_a_node: bool = False
+    """One rank drives all GPUs of its node."""
+
+    @property
+    def gpus_per_node(self) -> int:
+        return sum(model.count for model in self.gpus)
 
     @property
     def tasks_per_node(self) -> int:
-        return sum(model.count for model in self.gpus)
+        return 1 if self.one_rank_a_node else self.gpus_per_node
 
     @property
     def tasks(self) -> int:
@@ -117,7 +123,7 @@ class Plan:
         """Every rank, in order."""
         rank = 0
         for index, component in enumerate(self.components):
-            types = [model.type for model in component.gpus for _ in range(model.count)]
+            types = [model.type for model in component.gpus for _ in range(model.count)][: component.tasks_per_node]
             for i, node in enumerate(component.nodes):
                 for local_rank, gpu_type in enumerate(types):
                     share = self.shares[rank] if self.shares else None
@@ -193,17 +199,19 @@ def _first_gpus(models: tuple[GpuModel, ...], count: int) -> tuple[GpuModel, ...
 
 def _shape(node: Node, gpus: tuple[GpuModel, ...], options: JobOptions) -> Component:
     count = sum(model.count for model in gpus)
+    by_gpu = options.ranks == "gpu"
     memory_mb = options.memory or (node.memory_mb and node.memory_mb * count // node.gpu_count)
     return Component(
         nodes=(),
         gpus=gpus,
         # srun gives each rank one core where nothing is said, and since 22.05 does not inherit it from the job
-        cpus_per_task=options.cpus_per_task or max(1, (node.cpus or 1) // node.gpu_count),
+        cpus_per_task=options.cpus_per_task or max(1, (node.cpus or 1) * (1 if by_gpu else count) // node.gpu_count),
         memory_mb=memory_mb,
         partition=options.partition or node.partition,
         constraint=node.constraint,
         interface=node.interface,
         env=node.env,
+        one_rank_a_node=not by_gpu,
     )
 
 
@@ -230,6 +238,8 @@ def _shares(plan: Plan, options: JobOptions) -> tuple[int, ...] | None:
     batch = options.global_batch_size
     if batch is None or options.balance == "measured":
         return None
+    if options.balance == "equal" and options.ranks == "node":
+        return tuple(apportion(batch, [c.gpus_per_node for c in plan.components for _ in c.nodes]))
     if options.balance == "equal":
         return tuple(equal_shares(batch, plan.world_size))
     path = Path(options.balance).expanduser()

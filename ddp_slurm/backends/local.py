@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 
 from ..cluster import Cluster, GpuModel, Node
 from ..errors import DdpSlurmError
@@ -49,9 +50,11 @@ def step_processes(plan: Plan, environ: Mapping[str, str]) -> Iterator[Process]:
         if value:
             raise LocalError(f"--{option} does not go with --backend local, which starts the ranks itself")
     devices = visible_gpus()
-    if devices and len(devices) < plan.world_size:
+    on_nodes = [component.gpus_per_node for component in plan.components for _ in component.nodes]
+    first_gpus = [0, *accumulate(on_nodes)]
+    if devices and len(devices) < first_gpus[-1]:
         raise LocalError(
-            f"the plan has {plan.world_size} ranks, this machine has {len(devices)} GPUs; use --gpus {len(devices)}, "
+            f"the plan has {first_gpus[-1]} GPUs, this machine has {len(devices)}; use --gpus {len(devices)}, "
             "or CUDA_VISIBLE_DEVICES= (empty) to try the whole plan on the CPU"
         )
     ranks = list(plan.ranks())
@@ -70,6 +73,7 @@ def step_processes(plan: Plan, environ: Mapping[str, str]) -> Iterator[Process]:
     width = len(str(plan.world_size - 1))
     for rank in ranks:
         neighbours = on_node[rank.node_rank]
+        visible = devices[first_gpus[rank.node_rank] : first_gpus[rank.node_rank + 1]]
         yield Process(
             argv=argv,
             name=f"rank {rank.rank} on {rank.node}",
@@ -86,7 +90,7 @@ def step_processes(plan: Plan, environ: Mapping[str, str]) -> Iterator[Process]:
                 "SLURM_NODEID": str(rank.node_rank),
                 "SLURMD_NODENAME": rank.node,
                 "SLURM_GTIDS": ",".join(map(str, neighbours)),
-                **({"CUDA_VISIBLE_DEVICES": ",".join(devices[i] for i in neighbours)} if devices else {}),
+                **({"CUDA_VISIBLE_DEVICES": ",".join(visible)} if devices else {}),
             },
         )
 

@@ -38,7 +38,7 @@ def script(tmp_path: Path, **options: object) -> str:
 
 def results(output: str) -> dict[int, str]:
     """What each rank reported besides its rank."""
-    return {int(rank): rest for rank, rest in re.findall(r"RESULT rank=(\d+) (.*)", output)}
+    return {int(rank): rest.strip() for rank, rest in re.findall(r"RESULT rank=(\d+) ((?:\w+=[-.\d]+ ?)+)", output)}
 
 
 @pytest.mark.parametrize(

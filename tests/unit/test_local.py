@@ -51,7 +51,7 @@ def test_gpus_of_the_machine_are_dealt_out_node_by_node(
     assert [(r["devices"], r["device_index"]) for r in found] == [("0", 0), ("1,2", 0), ("1,2", 1)]
     done = submit("--backend", "local", "--", "report.py")
     assert done.returncode == 2
-    assert "the plan has 7 ranks, this machine has 4 GPUs; use --gpus 4" in done.stderr
+    assert "the plan has 7 GPUs, this machine has 4; use --gpus 4" in done.stderr
     assert len(reports(submit("--backend", "local", "--", "report.py", env={"CUDA_VISIBLE_DEVICES": ""}))) == 7
 
 
