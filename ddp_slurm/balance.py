@@ -2,9 +2,11 @@
 
 import heapq
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 
 from .errors import DdpSlurmError
+from .hostlist import expand_tasks_per_node
 
 
 class BalanceError(DdpSlurmError, ValueError):
@@ -45,6 +47,20 @@ def apportion(total: int, weights: Sequence[int]) -> list[int]:
     for rank in by_remainder[: total - sum(shares)]:
         shares[rank] += 1
     return shares
+
+
+def planned_shares(global_batch: int, world_size: int, environ: Mapping[str, str] | None = None) -> list[int]:
+    """Samples of one global batch per rank, as the plan of the job has them (DDP_SLURM_SHARES), else equal.
+
+    A plan made for another global batch keeps its proportions. Raises BalanceError for a plan of another world.
+    """
+    planned = (os.environ if environ is None else environ).get("DDP_SLURM_SHARES")
+    if not planned:
+        return equal_shares(global_batch, world_size)
+    shares = expand_tasks_per_node(planned)
+    if len(shares) != world_size:
+        raise BalanceError(f"DDP_SLURM_SHARES={planned!r} holds {len(shares)} shares for {world_size} ranks")
+    return shares if sum(shares) == global_batch else apportion(global_batch, shares)
 
 
 def split_batch(

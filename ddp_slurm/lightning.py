@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .balance import planned_shares
 from .errors import DdpSlurmError
 from .hostlist import expand_tasks_per_node
 from .rank_env import LaunchError, RankEnv
@@ -35,8 +36,12 @@ __all__ = ["DdpSlurmEnvironment"]
 
 def is_uneven(environ: Mapping[str, str]) -> bool:
     """Whether the nodes run different numbers of ranks. Slurm's own list has another order, but the same numbers."""
+    return len(set(_tasks_per_node(environ))) > 1
+
+
+def _tasks_per_node(environ: Mapping[str, str]) -> list[int]:
     text = environ.get("DDP_SLURM_TASKS_PER_NODE") or environ.get("SLURM_STEP_TASKS_PER_NODE")
-    return text is not None and len(set(expand_tasks_per_node(text))) > 1
+    return expand_tasks_per_node(text) if text else []
 
 
 class DdpSlurmEnvironment(ClusterEnvironment):
@@ -90,6 +95,15 @@ class DdpSlurmEnvironment(ClusterEnvironment):
 
     def node_rank(self) -> int:
         return self._env.node_rank
+
+    @property
+    def node_count(self) -> int:
+        """For ``num_nodes``; 1 where the launcher does not say."""
+        return len(_tasks_per_node(os.environ)) or 1
+
+    def planned_shares(self, global_batch: int) -> list[int]:
+        """Samples of a global batch for each rank, as the job was planned, else equal shares."""
+        return planned_shares(global_batch, self._env.world_size)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         if not is_uneven(os.environ) and num_devices * num_nodes != self._env.world_size:

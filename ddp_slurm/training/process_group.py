@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from ..balance import apportion, equal_shares
-from ..hostlist import expand_tasks_per_node
+from ..balance import planned_shares
 from ..rank_env import LaunchError, RankEnv
 from .failure import FailureWatch, tell_all
 from .startup_check import (
@@ -62,15 +61,7 @@ class World:
 
         A plan made for another global batch keeps its proportions.
         """
-        planned = os.environ.get("DDP_SLURM_SHARES")
-        if not planned:
-            return equal_shares(global_batch, self.world_size)
-        shares = expand_tasks_per_node(planned)
-        if len(shares) != self.world_size:
-            raise LaunchError(
-                f"{self.place}: DDP_SLURM_SHARES={planned!r} holds {len(shares)} shares for {self.world_size} ranks"
-            )
-        return shares if sum(shares) == global_batch else apportion(global_batch, shares)
+        return planned_shares(global_batch, self.world_size)
 
     def close(self) -> None:
         """Leave in order: rank 0, which holds the store, leaves last."""
