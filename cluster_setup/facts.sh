@@ -77,6 +77,11 @@ gpus() {
     file_block nvidia.module /proc/driver/nvidia/version
     block amd-smi amd-smi static --asic --bus --vram --driver --json
     block rocm-smi rocm-smi --showproductname --showmeminfo vram --showbus --showdriverversion --json
+    for path in /sys/bus/pci/devices/*; do # display and 3D controllers, seen also without a driver
+        case $(cat "$path/class" 2>/dev/null) in
+        0x0300* | 0x0302*) fact pci_gpu "$(cat "$path/vendor")" ;;
+        esac
+    done
     for path in /dev/nvidia[0-9]* /dev/dri/renderD*; do
         if [ -c "$path" ]; then fact device "$path"; fi
     done

@@ -23,6 +23,10 @@ from .gpus import Gpu, gres_types
 from .remote import RemoteError, Runner, on_all, run
 
 
+NVIDIA_VENDOR = "0x10de"
+"""PCI's number of the maker."""
+
+
 class ProbeError(DdpSlurmError):
     """The hosts that were named cannot be asked, or their cluster.yaml cannot be written."""
 
@@ -68,7 +72,7 @@ def probed_node(asked: Node, facts: Facts, types: Mapping[str, str], others: Ite
         asked,
         address=address,
         interface=_interface(facts, address, others) or asked.interface,
-        gpus=gpu_models(facts.gpus, types),
+        gpus=asked.gpus if gpu_warning(facts) else gpu_models(facts.gpus, types),
         cpus=facts.cpus,
         memory_mb=facts.memory_mb and schedulable_memory_mb(facts.memory_mb),
         sockets=topology.sockets if topology else None,
@@ -93,6 +97,19 @@ def _interface(facts: Facts, address: str | None, others: Iterable[str]) -> str 
     towards = [facts.interface_towards(other) for other in others]
     ways = [name for name in towards if name and name != "lo"]
     return max(ways, key=ways.count) if ways else facts.addresses.get(address or "")
+
+
+def gpu_warning(facts: Facts) -> str | None:
+    """Why the cards of a machine cannot be seen, though there are some or a tool for them; None where all is well."""
+    if facts.gpus:
+        return None
+    for tool in ("nvidia-smi", "amd-smi", "rocm-smi"):
+        block = facts.block(tool)
+        if block and block.status != 0:
+            return f"{tool} fails: {block.text.splitlines()[0] if block.text else 'it says nothing'}"
+    if NVIDIA_VENDOR in facts.values.get("pci_gpu", ()) and facts.block("nvidia-smi") is None:
+        return "there is an NVIDIA card, but no nvidia-smi; install the driver first"
+    return None
 
 
 def gpu_models(gpus: Sequence[Gpu], types: Mapping[str, str]) -> tuple[GpuModel, ...]:
@@ -256,6 +273,8 @@ def probe(hosts: Sequence[str], file: Path | None, output: str | None, *, yes: b
             say(f"warning: {answer}")
         else:
             told[name] = answer
+            if warning := gpu_warning(answer):
+                say(f"warning: {name}: {warning}; its gpus are left as they were")
     if not told:
         raise ProbeError("no node answered; nothing was written")
     cluster = probed_cluster(known, asked, told)

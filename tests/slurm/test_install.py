@@ -1,5 +1,6 @@
 """`ddp-slurm cluster install` on three bare Debian machines: one command from nothing to the first heterogeneous job."""
 
+import json
 import os
 import signal
 import subprocess
@@ -44,10 +45,12 @@ class Cluster:
         self.environ = {**os.environ, "PATH": f"{running.ssh_folder}:{os.environ['PATH']}"}
         self.command = [sys.executable, "-m", "ddp_slurm.cli", "cluster", "install", "--cluster", str(self.file)]
 
+    def call(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-m", "ddp_slurm.cli", *words]
+        return subprocess.run(command, env=self.environ, capture_output=True, text=True, timeout=600, check=False)
+
     def install(self, *options: str) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(
-            [*self.command, *options], env=self.environ, capture_output=True, text=True, timeout=600, check=False
-        )
+        return self.call("cluster", "install", "--cluster", str(self.file), *options)
 
     def state(self) -> dict[str, str]:
         return {name: self.running.exec(name, "sh", "-c", STATE).stdout for name in self.running.gpus}
@@ -110,6 +113,21 @@ def test_a_change_in_one_place_is_the_only_one_mended(
     assert "gamma" in mended.stdout
     cluster.running.exec("alpha", "scontrol", "update", "nodename=gamma", "state=resume")
     assert cluster.state() == before
+
+
+def test_the_doctor_and_the_probe_see_the_machines_over_ssh(
+    cluster: Cluster, installed: "subprocess.CompletedProcess[str]", tmp_path: Path
+) -> None:
+    said = json.loads(cluster.call("doctor", "--cluster", str(cluster.file), "--json").stdout)
+    # Device files without a driver, and no Python: what these machines really lack.
+    assert {f["check"] for f in said["findings"] if f["severity"] == "error"} == {"GPU count"}
+    assert {f["check"] for f in said["findings"] if f["severity"] == "warning"} == {"torch"}
+    copy = tmp_path / "cluster.yaml"
+    copy.write_text(cluster.file.read_text())
+    shown = cluster.call("cluster", "probe", "--cluster", str(copy)).stdout
+    assert shown.count("+    os: debian-12") == 3
+    assert shown.count("+    interface: eth0") == 3
+    assert copy.read_text() == cluster.file.read_text()
 
 
 def test_broken_off_in_the_middle_it_ends_the_same(

@@ -144,6 +144,8 @@ FAULTS: list[tuple[str, Severity, tuple[str, ...], str, dict[str, dict[str, obje
     ("node states", E, ("beta",), r"DOWN\*", {"everywhere": nodes_text("State=IDLE", "State=DOWN*")}),
     ("torch", E, ("beta",), "No module named 'torch'", {"beta": {"training": 'facts {"python": "3.11.4", "torch_fault": "ModuleNotFoundError: No module named \'torch\'"}'}}),
     ("torch", W, ("gamma", "beta", "alpha"), "No module named", {"everywhere": {"training": 'facts {"python": "3.11.4", "torch_fault": "No module named"}'}}),
+    ("torch", E, ("beta",), "python3 does not run", {"beta": {"training": None}}),
+    ("torch", W, ("gamma", "beta", "alpha"), "python3 does not run", {"everywhere": {"training": None}}),
     ("versions", E, ("beta",), r"different NCCL: 2\.21\.5 on gamma, alpha, 2\.19\.3 on beta", {"beta": {"training": training(nccl="2.19.3")}}),
     ("versions", E, ("gamma",), "different torch", {"gamma": {"training": training(torch="2.5.1+cu124")}}),
     ("versions", E, ("gamma",), "different Python: 3.10 on gamma", {"gamma": {"training": training(python="3.10.12")}}),

@@ -260,3 +260,24 @@ def test_hosts_as_arguments(argument: str, names: list[str], address: str | None
 def test_hostile_arguments_are_refused(argument: str) -> None:
     with pytest.raises(ProbeError):
         nodes_of_arguments([argument], None)
+
+
+@pytest.mark.parametrize(
+    ("lines", "warning"),
+    [
+        (
+            "block nvidia-smi 9\n|NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver",
+            "fails: NVIDIA-SMI has",
+        ),
+        ("fact pci_gpu 0x1002\nfact pci_gpu 0x10de", "no nvidia-smi; install the driver"),
+    ],
+)
+def test_cards_that_cannot_be_seen_are_not_written_off(
+    tmp_path: Path, lines: str, warning: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("nodes:\n  - {name: alpha, gpus: {type: a100, count: 2}}\n")
+    told = ALPHA[: ALPHA.index("block nvidia-smi")] + lines
+    probing.probe([], path, None, yes=True, runner=runner_of({"alpha": told}))
+    assert Cluster.load(path).nodes[0].gres == "gpu:a100:2"
+    assert warning in capsys.readouterr().err

@@ -33,7 +33,9 @@ def importable(snapshot: Snapshot) -> Findings:
     """The interpreter and torch are there on every node with GPUs."""
     nodes = _with_gpus(snapshot)
     missing = tuple(name for name, facts in nodes.items() if not facts.training)
-    if missing and len(missing) < len(nodes):
+    if missing and len(missing) == len(nodes):
+        yield Severity.WARNING, missing, f"{snapshot.python} does not run", "name the interpreter that trains: --python"
+    elif missing:
         yield (
             Severity.ERROR,
             missing,
