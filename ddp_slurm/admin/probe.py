@@ -22,7 +22,6 @@ from .facts import Facts, gather
 from .gpus import Gpu, gres_types
 from .remote import RemoteError, Runner, on_all, run
 
-
 NVIDIA_VENDOR = "0x10de"
 """PCI's number of the maker."""
 
