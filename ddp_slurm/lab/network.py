@@ -157,12 +157,7 @@ def _kill(pid: int, netns: str) -> None:
 def remove_namespace(netns: str) -> None:
     """End everything in a namespace and remove it, also one that is only half there."""
     kill_processes(netns)
-    done = _try_ip("netns", "delete", netns)
-    path = NETNS_FOLDER / netns
-    if done.returncode and path.exists() and not os.path.ismount(path):
-        path.unlink()  # `ip netns add` was killed between making the file and mounting the namespace on it
-    elif done.returncode and path.exists():
-        raise LabError(f"ip netns delete {netns}: {done.stderr.strip()}")
+    ip("netns", "delete", netns)
 
 
 def remove_link(network: int) -> None:

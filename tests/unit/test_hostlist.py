@@ -80,7 +80,7 @@ def scontrol(tmp_path_factory: pytest.TempPathFactory):
     return show_hostnames
 
 
-against_slurm = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+against_slurm = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @against_slurm
