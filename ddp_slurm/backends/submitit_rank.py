@@ -20,7 +20,7 @@ except ImportError as missing:
     raise DdpSlurmError(f"submitit is not installed here ({missing}); pip install 'ddp_slurm[submitit]'") from None
 
 from ..hostlist import expand_hostlist
-from ..rank_env import RankEnv
+from ..rank_env import ENV_VARIABLES, RankEnv
 
 __all__ = ["NAME", "HetSlurmJobEnvironment", "RankCommand", "core", "utils"]
 
@@ -62,7 +62,7 @@ class HetSlurmJobEnvironment(SlurmJobEnvironment):
     def rank_env(self) -> RankEnv:
         """Rank, local rank, world size, local world size, node rank, master address and port."""
         # of the step, also when the function has exported the env:// set
-        exported = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        exported = {name for name in ENV_VARIABLES if not name.startswith("MASTER_")}
         return RankEnv.from_environ({k: v for k, v in os.environ.items() if k not in exported})
 
     @property
@@ -99,6 +99,7 @@ def _end_after_sigterm(checkpoint_signal: int, *, is_rank_0: bool) -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a worker's SIGTERM is not this rank's
 
     def watch() -> None:
         terminated, checkpoint = False, False
@@ -106,12 +107,11 @@ def _end_after_sigterm(checkpoint_signal: int, *, is_rank_0: bool) -> None:
             ready, _, _ = select.select([reader], [], [], TERM_GRACE_SECONDS if terminated else None)
             if not ready:
                 os._exit(128 + signal.SIGTERM)
-            signals = os.read(reader, 512)
-            checkpoint = checkpoint or checkpoint_signal in signals
-            if checkpoint_signal in signals:
-                terminated = False
-            elif signal.SIGTERM in signals:
-                terminated = not (checkpoint and is_rank_0)  # rank 0 writes it
+            for number in os.read(reader, 512):  # a byte a signal, in their order
+                if number == checkpoint_signal:
+                    terminated, checkpoint = False, True
+                elif number == signal.SIGTERM:
+                    terminated = not (checkpoint and is_rank_0)  # rank 0 writes it
 
     threading.Thread(target=watch, name="end-after-sigterm", daemon=True).start()
 

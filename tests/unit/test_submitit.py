@@ -1,0 +1,438 @@
+"""submitit over uneven nodes, without a Slurm: what is submitted, what ranks see, and how results and deaths arrive."""
+
+import inspect
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+submitit = pytest.importorskip("submitit")
+
+from submitit.core import core, job_environment, plugins, submission, utils  # noqa: E402
+from submitit.helpers import TorchDistributedEnvironment  # noqa: E402
+from submitit.slurm import slurm  # noqa: E402
+
+from ddp_slurm.backends import sbatch, submitit_job, submitit_rank  # noqa: E402
+from ddp_slurm.backends.submitit import HetSlurmExecutor, HetSlurmJob, HetSlurmJobEnvironment  # noqa: E402
+from ddp_slurm.backends.submitit_plan import minutes  # noqa: E402
+from ddp_slurm.errors import DdpSlurmError  # noqa: E402
+from ddp_slurm.options import OptionsError  # noqa: E402
+from ddp_slurm.rank_env import port_of_job  # noqa: E402
+from ddp_slurm.state import ComponentState, JobState  # noqa: E402
+
+from .test_rank_env import RELEASES, WORLDS, recorded  # noqa: E402
+
+
+def test_the_parts_of_submitit_that_are_used_are_as_they_were() -> None:
+    """A new release may change them without a word: look at each difference before the pinned range is widened."""
+    assert metadata.version("submitit").startswith("1.5.")
+
+    def parameters(function: Callable[..., Any]) -> list[str]:
+        return list(inspect.signature(function).parameters)
+
+    assert parameters(core.PicklingExecutor.__init__) == ["self", "folder", "max_num_timeout", "max_pickle_size_gb"]
+    assert parameters(core.PicklingExecutor._internal_process_submissions) == ["self", "delayed_submissions"]
+    assert parameters(core.PicklingExecutor._submit_command) == ["self", "command"]
+    assert core.PicklingExecutor.__abstractmethods__ == {
+        "_num_tasks", "_make_submission_file_text", "_make_submission_command", "_get_job_id_from_submission_command",
+    }  # fmt: skip
+    assert parameters(core.Job.__init__) == ["self", "folder", "job_id", "tasks"]
+    assert parameters(core.InfoWatcher.get_info) == ["self", "job_id", "mode"]
+    assert parameters(core.InfoWatcher.update_if_long_enough) == ["self", "mode"]
+    assert parameters(job_environment.JobEnvironment._handle_signals) == ["self", "paths", "submission"]
+    assert parameters(utils.JobPaths.__init__) == ["self", "folder", "job_id", "task_id"]
+    for owner, names in {
+        core.InfoWatcher: ("register_job", "clear"),
+        core.Job: (
+            "_register_in_watcher",
+            "_get_logs_string",
+            "_cancel_command",
+            "wait",
+            "done",
+            "results",
+            "exception",
+        ),
+        slurm.SlurmJobEnvironment: ("_requeue", "_usr_sig", "hostnames", "num_tasks", "num_nodes", "global_rank"),
+        utils: ("FailedJobError", "UncompletedJobError", "pickle_load", "temporary_save_path"),
+        utils.JobPaths: ("get_first_id_independent_folder", "result_pickle", "submission_file", "stdout"),
+        submission: ("process_job",),
+    }.items():
+        assert [name for name in names if not hasattr(owner, name)] == []
+    sources = {
+        TorchDistributedEnvironment.__init__: "self._job_env.num_tasks // self._job_env.num_nodes",
+        core.InfoWatcher.update_if_long_enough: "self._last_status_check",
+        core.InfoWatcher.get_info: "self._info_dict.get(job_id, {})",
+        core.Job.__init__: "self._sub_jobs = [self.__class__(folder=folder, job_id=job_id, tasks=(k,))",
+        submission.process_job: "utils.temporary_save_path(paths.result_pickle)",
+        job_environment.SignalHandler.checkpoint_and_try_requeue: "self.env._requeue(countdown)",
+    }
+    assert [f.__qualname__ for f, text in sources.items() if text not in inspect.getsource(f)] == []
+
+
+def test_submitit_finds_both_plug_ins() -> None:
+    assert plugins.get_executors()["het_slurm"] is HetSlurmExecutor
+    assert isinstance(plugins.get_job_environments()["het_slurm"], HetSlurmJobEnvironment)
+
+
+def test_a_rank_loads_little() -> None:
+    code = "import sys, ddp_slurm.backends.submitit; print([m for m in ('pydantic', 'jinja2', 'yaml', 'typer') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("name", WORLDS)
+def test_the_place_of_each_rank(name: str, release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = [host for host, _ in WORLDS[name]]
+    sizes = [size for _, size in WORLDS[name]]
+    expected = [
+        (rank, local, node)
+        for rank, (node, local) in enumerate((n, i) for n, size in enumerate(sizes) for i in range(size))
+    ]
+    found = []
+    for environ in recorded(name, release)[0]:
+        monkeypatch.setattr(os, "environ", {**environ, "SUBMITIT_EXECUTOR": "het_slurm"})
+        env = submitit.JobEnvironment()
+        assert isinstance(env, HetSlurmJobEnvironment)
+        found.append((env.global_rank, env.local_rank, env.node))
+        assert env.hostnames == hosts
+        assert (env.num_tasks, env.num_nodes) == (sum(sizes), len(hosts))
+        assert env.local_world_size == sizes[env.node]
+        torch_env = TorchDistributedEnvironment()
+        assert (torch_env.master_addr, torch_env.rank, torch_env.world_size) == (hosts[0], env.global_rank, sum(sizes))
+        assert (torch_env.local_rank, torch_env.local_world_size) == (env.local_rank, sizes[env.node])
+        torch_env.export(set_cuda_visible_devices=False)
+        assert env.master_addr == hosts[0]  # also after the function has exported its own set
+        assert env.local_world_size == sizes[env.node]
+        assert f"local_rank={env.local_rank}({sizes[env.node]})" in repr(env)
+    assert found == expected
+
+
+def test_without_an_exported_port_it_is_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = recorded("het_1_2_4", "22.05")[0][4]
+    monkeypatch.setattr(os, "environ", {k: v for k, v in environ.items() if k != "MASTER_PORT"})
+    assert HetSlurmJobEnvironment().master_port == port_of_job(int(environ["SLURM_JOB_ID"]))
+
+
+@pytest.fixture
+def submitted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The scripts that were given to sbatch; ids count from 48."""
+    scripts: list[str] = []
+
+    def submit(script: str) -> str:
+        scripts.append(script)
+        return str(47 + len(scripts))
+
+    monkeypatch.setattr(sbatch, "submit", submit)
+    return scripts
+
+
+@pytest.fixture(autouse=True)
+def _watcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watcher of the test's own, and a Slurm in which every job runs."""
+    fresh = submitit_job.StateWatcher(delay_s=0)
+    monkeypatch.setattr(HetSlurmJob, "watcher", fresh)
+    monkeypatch.setattr(submitit_job, "SETTLE_SECONDS", 0)
+    monkeypatch.setattr(HetSlurmJob, "_results_timeout_s", 0)
+    monkeypatch.setattr(submitit_job, "active_states", lambda ids: {i: JobState(i, "RUNNING", "squeue") for i in ids})
+
+
+def ends(monkeypatch: pytest.MonkeyPatch, state: str, status: int | None = None) -> None:
+    """From now on squeue is empty and another source tells the state."""
+    component = ComponentState("48+0", state, "gamma", "", status)
+    monkeypatch.setattr(submitit_job, "active_states", lambda ids: {})
+    monkeypatch.setattr(submitit_job, "read_state", lambda i, *a: JobState(i, state, "scontrol", (component,)))
+    HetSlurmJob.watcher.clear()
+
+
+@pytest.fixture
+def job(uneven: Path, hostile_folder: Path, submitted: list[str]) -> HetSlurmJob[Any]:
+    """A job of seven ranks in a folder with a hostile name."""
+    executor = HetSlurmExecutor(hostile_folder / "%j", uneven)
+    executor.update_parameters(time="10")
+    return executor.submit(len, "1234567")  # type: ignore[return-value]
+
+
+def leave(job: HetSlurmJob[Any], results: dict[int, tuple[str, Any]]) -> None:
+    for rank, outcome in results.items():
+        job.task(rank).paths.result_pickle.write_bytes(pickle.dumps(outcome))
+
+
+def test_the_script(job: HetSlurmJob[Any], submitted: list[str], hostile_folder: Path, tmp_path: Path) -> None:
+    (script,) = submitted
+    assert job.job_id == "48"
+    assert job.num_tasks == 7
+    assert job.paths.submission_file.read_text() == script
+    assert job.submission().result() == 7
+    for line in (
+        "export SUBMITIT_EXECUTOR=het_slurm\n",
+        "#SBATCH --requeue\n",
+        "#SBATCH --signal=USR2@90\n",
+        "srun --label --kill-on-bad-exit=1",
+    ):
+        assert line in script
+    assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).stderr == ""
+    # what an earlier start left is removed, and only that of this job; the task is submitit's own runner
+    (tmp_path / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "$@" > "$RECORD"\n')
+    (tmp_path / "srun").chmod(0o755)
+    folder = hostile_folder / "48"
+    for name in ("48_0_result.pkl", "48_4_result.pkl", "48_4_result.pkl.save_tmp", "49_0_result.pkl"):
+        (folder / name).touch()
+    env = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "SLURM_JOB_ID": "48",
+        "SLURM_HET_SIZE": "3",
+        "RECORD": str(tmp_path / "words"),
+    }
+    done = subprocess.run(["bash"], input=script, env=env, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in folder.glob("*result*")) == ["49_0_result.pkl"]
+    words = (tmp_path / "words").read_text()
+    assert words.count(f"{sys.executable}\n-u\n-m\nsubmitit.core._submit\n{hostile_folder / '%j'}\n") == 3
+
+
+def test_results_by_rank(job: HetSlurmJob[Any]) -> None:
+    assert not job.done()
+    leave(job, {rank: ("success", rank * rank) for rank in range(6)})
+    assert not job.done()
+    leave(job, {6: ("success", 36)})
+    assert job.done()
+    assert job.results() == [0, 1, 4, 9, 16, 25, 36] == job.result()
+    assert job.task(3).result() == 9
+    assert job.exception() is None
+
+
+def test_the_first_ranks_error_reaches_the_caller(job: HetSlurmJob[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    leave(job, {rank: ("error", f"Traceback {rank}\nValueError: bad luck of {rank}") for rank in (2, 4)})
+    os.utime(job.task(4).paths.result_pickle, (1, 1))
+    assert not job.done()  # a requeued job has such files too
+    ends(monkeypatch, "FAILED", 1)
+    with pytest.raises(
+        utils.FailedJobError, match=r"rank 4 on alpha failed; so did rank 2; job 48 is FAILED \(exit status 1\)"
+    ) as caught:
+        job.results()
+    assert "ValueError: bad luck of 4" in str(caught.value)
+    with pytest.raises(utils.FailedJobError, match="rank 2 on beta failed"):
+        job.task(2).result()
+    assert isinstance(job.exception(), utils.FailedJobError)
+
+
+@pytest.mark.parametrize("state", ["FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "COMPLETED"])
+def test_a_death_without_a_result(job: HetSlurmJob[Any], monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    leave(job, {rank: ("success", rank) for rank in range(5)})
+    assert job.run is not None
+    Path(str(job.run.log)).write_text("5: about to die\n6: so am I\n")
+    ends(monkeypatch, state, 137)
+    with pytest.raises(utils.UncompletedJobError) as caught:
+        job.results()
+    text = str(caught.value)
+    assert f"job 48 is {state} (exit status 137): ranks 5, 6 left no result" in text
+    assert text.endswith("5: about to die\n6: so am I")
+    assert (job.state, job.done()) == (state, True)
+    assert job.task(0).result() == 0
+    assert job.task(5).stdout() == "about to die\n"
+    assert job.stdout() == "5: about to die\n6: so am I\n"
+    assert job.stderr() is None
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 1, 10, -1])
+def test_a_half_written_result(job: HetSlurmJob[Any], monkeypatch: pytest.MonkeyPatch, kept_bytes: int) -> None:
+    leave(job, dict.fromkeys(range(7), ("success", "x" * 100)))
+    file = job.task(4).paths.result_pickle
+    whole = file.read_bytes()
+    file.write_bytes(whole[:kept_bytes])
+    ends(monkeypatch, "COMPLETED", 0)
+    with pytest.raises(utils.UncompletedJobError, match=r"rank 4 left no result \(the file of rank 4 is cut off\)"):
+        job.results()
+    file.write_bytes(whole)
+    assert len(job.results()) == 7
+
+
+def test_no_accounting_no_job_in_squeue(
+    job: HetSlurmJob[Any], monkeypatch: pytest.MonkeyPatch, stub: Callable[..., Path]
+) -> None:
+    """With the real sources: squeue is empty, scontrol has forgotten, sacct fails; then the script's marker comes."""
+    monkeypatch.undo()
+    monkeypatch.setattr(HetSlurmJob, "watcher", submitit_job.StateWatcher(delay_s=0))
+    os.environ["PATH"] = f"{stub('squeue', 'exit 0').parent}:{os.environ['PATH']}"
+    stub("scontrol", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    stub("sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
+    try:
+        job._register_in_watcher()
+        assert (job.watcher.get_state("48", mode="force"), job.watcher.is_done("48")) == ("UNKNOWN", False)
+        stub("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+        assert job.run is not None
+        (job.run.folder / "exit").write_text("status=9\nterminated=no\n")
+        assert job.watcher.is_done("48", mode="force")
+        assert "FAILED (exit status 9)" in str(job.exception())
+    finally:
+        os.environ["PATH"] = os.environ["PATH"].partition(":")[2]
+
+
+def test_a_job_from_another_process(
+    job: HetSlurmJob[Any], hostile_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave(job, {rank: ("success", rank) for rank in range(7)})
+    again = pickle.loads(pickle.dumps(job))
+    assert again.results() == list(range(7))
+    ends(monkeypatch, "FAILED")
+    assert HetSlurmJob(hostile_folder / "%j", "48", range(7)).results() == list(range(7))
+
+
+def test_batches_are_submitted_one_by_one(
+    uneven: Path,
+    tmp_path: Path,
+    submitted: list[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("submitit"), "propagate", True)
+    executor = HetSlurmExecutor(tmp_path / "f", uneven)
+    with caplog.at_level(logging.INFO), executor.batch():
+        jobs = [executor.submit(len, "x" * n) for n in range(3)]
+    assert [job.job_id for job in jobs] == ["48", "49", "50"]
+    assert len(submitted) == 3
+    assert not any("--array" in script for script in submitted)
+    assert "3 jobs, each submitted by itself: Slurm refuses arrays of het jobs" in caplog.text
+
+
+def test_parameters(uneven: Path, tmp_path: Path, submitted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(uneven.parent)
+    auto = submitit.AutoExecutor(tmp_path / "f", cluster="het_slurm")
+    auto.update_parameters(timeout_min=90, name="run", mem_gb=1.5, cpus_per_task=3, nodes=2)
+    job = auto.submit(len, "")
+    (script,) = submitted
+    for line in ("--time=90", "--job-name=run", "--mem=1536M", "--cpus-per-task=3", "--nodelist=beta"):
+        assert f"#SBATCH {line}\n" in script
+    assert "alpha" not in script
+    assert job.num_tasks == 3
+    assert job.submission()._timeout_min == 90
+
+    executor = HetSlurmExecutor(tmp_path / "g", uneven)
+    executor.update_parameters(
+        time=60, env={"A": 1}, setup=["module load cuda"], sbatch=["reservation=lab"], max_restarts=7, signal_seconds=30
+    )
+    executor.update_parameters(gpus=4)
+    script = executor.script()
+    for line in (
+        "export A=1",
+        "module load cuda",
+        "#SBATCH --reservation=lab",
+        "#SBATCH --signal=USR2@30",
+        "7 are allowed",
+    ):
+        assert line in script
+    assert executor.plan().world_size == 4
+
+
+BAD = {
+    "no such parameter": ({"tiem": 3}, "unknown parameters tiem; known are account"),
+    "even nodes": ({"gpus_per_node": 4}, "gpus_per_node=4: the plan decides"),
+    "tasks": ({"tasks_per_node": 4}, "tasks_per_node=4: the plan decides"),
+    "streams": ({"stderr_to_stdout": False}, "both streams of all ranks go to one log"),
+    "time": ({"time": "12h"}, "'12h' is not a time limit"),
+    "too many nodes": ({"nodes": 4}, "nodes=4: the cluster has 3 nodes with GPUs"),
+    "torchrun": ({"launcher": "torchrun"}, "--launcher torchrun does not go with submitit"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_parameters(case: str, uneven: Path, tmp_path: Path, submitted: list[str]) -> None:
+    values, words = BAD[case]
+    executor = HetSlurmExecutor(tmp_path / "f", uneven)
+
+    def submit() -> None:
+        executor.update_parameters(**values)
+        executor.submit(len, "")
+
+    with pytest.raises(DdpSlurmError, match=words):
+        submit()
+    assert submitted == []
+
+
+def test_a_given_plan_is_kept(uneven: Path, tmp_path: Path) -> None:
+    plan = HetSlurmExecutor(tmp_path, uneven).plan()
+    with pytest.raises(OptionsError, match="was given a plan"):
+        HetSlurmExecutor(tmp_path, plan=plan).update_parameters(gpus=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("90", 90),
+        ("1:30", 2),
+        ("2:00:00", 120),
+        ("1-12", 2160),
+        ("1-00:30", 1470),
+        ("0-0:0:1", 1),
+        ("UNLIMITED", 0),
+        (None, 0),
+    ],
+)
+def test_minutes(text: str | None, expected: int) -> None:
+    assert minutes(text) == expected
+
+
+RANK = """
+import os, signal, sys
+from ddp_slurm.backends import submitit_rank
+submitit_rank.TERM_GRACE_SECONDS = 0.2
+for number in (signal.SIGTERM, signal.SIGUSR2):
+    signal.signal(number, lambda *_: None)
+submitit_rank._end_after_sigterm(signal.SIGUSR2, is_rank_0=sys.argv[1] == "0")
+for word in sys.argv[2:]:
+    os.kill(os.getpid(), getattr(signal, word))
+print("goes on", flush=True)
+%s
+"""
+# a lock that is never released holds the main thread where no handler of Python's can run, as a collective does
+HUNG = "import ctypes; ctypes.CDLL(None).pause()"
+
+
+@pytest.mark.parametrize("main_thread", ["signal.pause(); signal.pause()", HUNG + "; ctypes.CDLL(None).pause()"])
+@pytest.mark.parametrize("words", [["3", "SIGTERM"], ["0", "SIGTERM"], ["3", "SIGUSR2", "SIGTERM"]])
+def test_a_rank_ends_soon_after_sigterm(words: list[str], main_thread: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RANK % main_thread, *words], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("words", [["3", "SIGTERM", "SIGUSR2"], ["0", "SIGUSR2", "SIGTERM"], ["3", "SIGUSR2"]])
+def test_a_rank_that_is_to_be_requeued_does_not(words: list[str]) -> None:
+    waits = "import time; time.sleep(1); os._exit(7)"  # longer than the grace
+    done = subprocess.run([sys.executable, "-c", RANK % waits, *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 7
+
+
+def test_a_forked_workers_sigterm_is_not_the_ranks() -> None:
+    forks = """
+child = os.fork()
+if child == 0:
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(0)
+os.waitpid(child, 0)
+import time; time.sleep(1); os._exit(7)"""
+    done = subprocess.run([sys.executable, "-c", RANK % forks, "3"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 7
+
+
+def test_a_command_as_a_function() -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    try:
+        assert submitit_rank.RankCommand(["true"])() == 0
+        with pytest.raises(subprocess.CalledProcessError, match="returned non-zero exit status 3"):
+            submitit_rank.RankCommand(["sh", "-c", "exit 3"])()
+        # submitit's signal reaches the command with its default action, and leaves this process alone
+        os.kill(os.getpid(), signal.SIGUSR2)
+        with pytest.raises(subprocess.CalledProcessError, match="SIGUSR2"):
+            submitit_rank.RankCommand(["sh", "-c", "kill -USR2 $$"])()
+    finally:
+        signal.signal(signal.SIGUSR2, before)
