@@ -1,16 +1,21 @@
-"""A plain DDP script of which rank 5 fails in the first attempt, in the middle of the others' collective."""
+"""A plain DDP script of which rank 5 fails in the first attempt, in the middle of the others' collective.
 
-import os
+Its argument is a file by which the next attempt knows of the first.
+"""
+
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 dist.init_process_group("gloo")
 total = torch.ones(1)
 dist.all_reduce(total)
-if dist.get_rank() == 5 and attempt == "0":
+attempt = 2 if Path(sys.argv[1]).exists() else 1
+dist.barrier()
+if dist.get_rank() == 5 and attempt == 1:
+    Path(sys.argv[1]).touch()
     print("rank 5 fails", flush=True)
     sys.exit(9)
 dist.all_reduce(total)

@@ -25,5 +25,7 @@ for epoch in range(40):
         optimizer.step()
 weight, bias = (p.item() for p in model.module.parameters())
 samples = len(list(sampler))
-print(f"RESULT rank={dist.get_rank()} world={dist.get_world_size()} samples={samples} weight={weight:.6f} bias={bias:.6f}")
+print(
+    f"RESULT rank={dist.get_rank()} world={dist.get_world_size()} samples={samples} weight={weight:.6f} bias={bias:.6f}"
+)
 dist.destroy_process_group()

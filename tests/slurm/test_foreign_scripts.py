@@ -86,10 +86,13 @@ def test_torchrun_starts_all_nodes_again_when_one_rank_fails(
     live_lab: Lab, run_job: RunJob, tmp_path: Path, restarts: int
 ) -> None:
     text = script(
-        tmp_path, command=["python", str(SCRIPTS / "fails_once.py")], launcher="torchrun", max_restarts=restarts
+        tmp_path,
+        command=["python", str(SCRIPTS / "fails_once.py"), str(tmp_path / "failed")],
+        launcher="torchrun",
+        max_restarts=restarts,
     )
     job = run_job(live_lab, text, LIMIT, env=ENVIRON)
     assert "rank 5 fails" in job.output
     if restarts:
-        assert results(job.output) == dict.fromkeys(range(7), "attempt=1 total=49"), job.output
+        assert results(job.output) == dict.fromkeys(range(7), "attempt=2 total=49"), job.output
     assert job.state == ("COMPLETED" if restarts else "FAILED"), job.output

@@ -233,7 +233,7 @@ def test_pyxis_and_apptainer_get_what_was_asked(stubs: Stubs, tmp_path: Path) ->
 
 
 def test_launcher_torchrun_is_one_task_a_node(stubs: Stubs, tmp_path: Path) -> None:
-    plan = plan_of(launcher="torchrun", **{"max-restarts": "2", "cpus-per-task": "3"})
+    plan = plan_of(launcher="torchrun", **{"cpus-per-task": "3"})
     first, second = segments(plan, stubs, tmp_path)
     assert first[2:6] == ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=3"]
     assert second[:4] == ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=6"]
@@ -242,9 +242,25 @@ def test_launcher_torchrun_is_one_task_a_node(stubs: Stubs, tmp_path: Path) -> N
     stubs.log.unlink()
     assert subprocess.run(task, env={**stubs.environ, **JOB}).returncode == 0
     assert stubs.calls()[0][1] == [
-        "-m", "torch.distributed.run", "--node-rank=1", "--nnodes=2", "--master-addr=gamma", "--master-port=10007",
-        "--rdzv-id=7", "--rdzv-conf=timeout=180", "--max-restarts=2", "--nproc-per-node=2", "--no-python", "python", "t.py",
+        "-m", "torch.distributed.run", "--node-rank=1", "--nnodes=2", "--master-addr=gamma", "--rdzv-conf=timeout=180",
+        "--max-restarts=0", "--rdzv-id=7-0", "--master-port=10007", "--nproc-per-node=2", "--no-python", "python", "t.py",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("failures", "calls", "status"), [(0, 1, 0), (1, 2, 0), (2, 3, 0), (3, 3, 9)])
+def test_launcher_torchrun_starts_all_nodes_again(
+    stubs: Stubs, tmp_path: Path, failures: int, calls: int, status: int
+) -> None:
+    srun = stubs.bin / "srun"
+    srun.write_text(f'#!/bin/bash\necho "$@" >>{stubs.log}\n(($(wc -l <{stubs.log}) > {failures})) || exit 9\n')
+    srun.chmod(0o755)
+    text = render_sbatch(plan_of(launcher="torchrun", **{"max-restarts": "2"}))
+    done = subprocess.run(["bash", "-s"], input=text, env={**stubs.environ, **JOB}, text=True, capture_output=True)
+    lines = stubs.log.read_text().splitlines()
+    assert (done.returncode, len(lines)) == (status, calls), done.stderr
+    for attempt, line in enumerate(lines):
+        assert f"--rdzv-id=7-{attempt} --master-port={10007 + attempt} " in line
+    assert done.stderr.count("restart ") == calls - 1
 
 
 @pytest.mark.parametrize(

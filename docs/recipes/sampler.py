@@ -1,0 +1,36 @@
+"""A loop of your own: DistributedDataParallel, and a data set shared out by a sampler in uneven shares.
+
+ddp-slurm submit --global-batch-size 112 --balance speeds.yaml -- python docs/recipes/sampler.py
+"""
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from ddp_slurm.training import BalancedSampler, init_distributed
+
+with init_distributed() as world:
+    inputs = torch.linspace(0, 1, 1120).reshape(-1, 1)
+    data = TensorDataset(inputs, 3 * inputs + 1)
+    # Every sample once an epoch; each rank takes its share of every global batch of 112.
+    sampler = BalancedSampler(data, world.planned_shares(112), world.rank)
+    loader = DataLoader(data, batch_sampler=sampler, num_workers=0)
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(1, 1).to(world.device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    seen = 0
+    for epoch in range(15):
+        sampler.set_epoch(epoch)
+        for step, (x, y) in enumerate(loader):
+            seen += len(x)
+            optimizer.zero_grad()
+            # DDP takes the mean over ranks; the weight makes it the mean over samples.
+            (mse_loss(model(x.to(world.device)), y.to(world.device)) * sampler.loss_weight(step)).backward()
+            optimizer.step()
+    weight, bias = (p.item() for p in model.parameters())
+    print(
+        f"RESULT rank={world.rank} world={world.world_size} weight={weight:.6f} bias={bias:.6f} seen={seen}", flush=True
+    )

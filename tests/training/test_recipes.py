@@ -1,0 +1,56 @@
+"""The recipes of docs/recipes.md run, and uneven shares give what one process alone computes."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RECIPES = Path(__file__).parents[2] / "docs" / "recipes"
+CLUSTER = "nodes:\n  - {name: gamma, gpus: 1}\n  - {name: beta, gpus: 2}\n"
+SPEEDS = "gamma: {beta: 0.003}\nbeta: {beta: 0.001}\n"
+
+
+def run(folder: Path, recipe: str, *options: str) -> dict[int, str]:
+    """What each rank reported."""
+    (folder / "cluster.yaml").write_text(CLUSTER)
+    (folder / "speeds.yaml").write_text(SPEEDS)
+    command = [sys.executable, "-m", "ddp_slurm.submit", "--backend", "local", *options, "--", str(RECIPES / recipe)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {int(rank): rest for rank, rest in re.findall(r"RESULT rank=(\d+) (.*)", done.stdout)}
+
+
+def parameters(text: str) -> list[float]:
+    return [float(value) for value in re.findall(r"(?:weight|bias)=(\S+)", text)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The parameters that one process ends with."""
+    found = run(tmp_path_factory.mktemp("alone"), "sampler.py", "--gpus", "1", "--global-batch-size", "112")
+    assert found[0].endswith(f"seen={15 * 1120}")
+    return parameters(found[0])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "ranks"),
+    [
+        ("sampler.py", ["--balance", "speeds.yaml"], 3),
+        ("lightning_shares.py", ["--balance", "speeds.yaml"], 3),
+        ("one_process_a_node.py", ["--ranks", "node"], 2),
+    ],
+)
+def test_the_recipe_gives_what_one_process_gives(
+    tmp_path: Path, alone: list[float], recipe: str, options: list[str], ranks: int
+) -> None:
+    found = run(tmp_path, recipe, *options, "--global-batch-size", "112")
+    assert sorted(found) == list(range(ranks))
+    for text in found.values():
+        assert f"world={ranks}" in text
+        assert parameters(text) == pytest.approx(alone, abs=2e-5)
+    if recipe == "sampler.py":
+        assert [int(re.findall(r"seen=(\d+)", found[rank])[0]) for rank in range(3)] == [16 * 150, 48 * 150, 48 * 150]
