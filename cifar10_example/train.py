@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from ddp_slurm.training import Snapshot, Trainer, init_distributed
 from ddp_slurm.training.arguments import add_arguments, global_batch_size, number_of
 from ddp_slurm.training.data import ResidentImages, load_cifar10
-from ddp_slurm.training.models import resnet18, small_resnet
+from ddp_slurm.training.models import resnet18, small_resnet, to_channels_last
 from ddp_slurm.training.records import open_recorder
 from ddp_slurm.training.report import say
 
@@ -36,8 +36,7 @@ with init_distributed() as world:
 
     torch.backends.cudnn.benchmark = True
     torch.manual_seed(arguments.seed)
-    model = (resnet18() if arguments.model == "resnet18" else small_resnet()).to(world.device)
-    model = model.to(memory_format=torch.channels_last)
+    model = to_channels_last(resnet18() if arguments.model == "resnet18" else small_resnet()).to(world.device)
     optimizer = torch.optim.SGD(
         model.parameters(), lr=arguments.lr, momentum=0.9, nesterov=True, weight_decay=arguments.weight_decay
     )

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..balance import split_batch
+from ..balance import equal_shares, split_batch
 from .data import Source
 from .evaluation import LossFunction
 from .precision import Precision
 from .random_state import random_state, set_random_state
 
-REPEATS = 3
+REPEATS, ENOUGH_SECONDS = 5, 1.0
 
 
 def measured_shares(
@@ -30,11 +30,14 @@ def measured_shares(
 
     ``model`` is the module without DDP; a copy of it does the work, and the random state is put back.
     """
-    world_size = dist.get_world_size(control)
-    cost = measure_cost(model, source, loss_function, max(2, global_batch // world_size), precision, control)
-    costs: list[tuple[float, float] | None] = [None] * world_size
-    dist.all_gather_object(costs, cost, group=control)
-    return split_batch(global_batch, [cost for cost in costs if cost is not None], max_batch)
+    shares = equal_shares(global_batch, dist.get_world_size(control))
+    for _ in range(2):  # the second time around the shares of the first: a line fits best where it was measured
+        share = max(2, shares[dist.get_rank(control)])
+        cost = measure_cost(model, source, loss_function, share, precision, control)
+        costs: list[tuple[float, float]] = [(0.0, 0.0)] * len(shares)
+        dist.all_gather_object(costs, cost, group=control)
+        shares = split_batch(global_batch, costs, max_batch)
+    return shares
 
 
 def measure_cost(
@@ -49,7 +52,7 @@ def measure_cost(
 
     The ranks begin together: ranks that share a host's CPUs or its power budget must be measured as they will run.
     """
-    sizes = sorted({max(1, share // 2), share, 2 * share})
+    sizes = [max(1, share // 2), share, 3 * share // 2]
     state = random_state(source.device)
     work = copy.deepcopy(model).train()
     times = []
@@ -81,8 +84,10 @@ def _seconds_of_step(
 ) -> float:
     """The fastest of a few steps: the others were disturbed. The first is not counted (allocation, kernel choice)."""
     order = torch.arange(size) % len(source)
-    best = float("inf")
+    best, spent = float("inf"), 0.0
     for repeat in range(REPEATS + 1):
+        if repeat > 1 and spent > ENOUGH_SECONDS:
+            break
         _wait_for_device(source.device)
         started = time.perf_counter()
         for inputs, targets in source.batches(order, [(0, size)], epoch=0):
@@ -90,8 +95,10 @@ def _seconds_of_step(
                 loss = loss_function(work(inputs), targets)
             loss.backward()  # type: ignore[no-untyped-call]
         _wait_for_device(source.device)
+        seconds = time.perf_counter() - started
+        spent += seconds
         if repeat:
-            best = min(best, time.perf_counter() - started)
+            best = min(best, seconds)
         work.zero_grad(set_to_none=True)
     return best
 

@@ -24,7 +24,7 @@ def run_state(trainer: Trainer) -> dict[str, Any]:
     own = {
         "random": random_state(trainer.world.device),
         "batchnorm": trainer.batchnorm.own_state(),
-        "loss_sums": trainer.loss_sums.cpu(),
+        "loss": [trainer.loss_sum.item(), trainer.loss_samples],
     }
     rows: list[dict[str, Any] | None] = [None] * trainer.world.world_size
     dist.gather_object(own, rows if trainer.world.rank == 0 else None, dst=0, group=trainer.world.control)
@@ -60,7 +60,8 @@ def load_run_state(trainer: Trainer, state: dict[str, Any]) -> None:
         own = state["ranks"][trainer.world.rank]
         set_random_state(own["random"], trainer.world.device)
         trainer.batchnorm.load_own_state(own["batchnorm"])
-        trainer.loss_sums.copy_(own["loss_sums"])
+        loss_sum, trainer.loss_samples = own["loss"]
+        trainer.loss_sum.fill_(loss_sum)
 
 
 def _check_same(trainer: Trainer, state: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +21,9 @@ from .evaluation import LossFunction, evaluate
 from .gradients import has_sync_batchnorm, loss_weight, no_sample_loss, wrap_model
 from .precision import choose_precision
 from .process_group import World
+from .progress import Progress
 from .records import Recorder
-from .report import ProgressPrinter, first_step_line, print_rank_table, progress_line, say
+from .report import print_rank_table, say
 from .run_state import load_run_state, run_state
 from .sampler import BalancedSampler, seed_of
 from .snapshot import Snapshot, SnapshotError
@@ -58,6 +58,7 @@ class Trainer:
         log_every_steps: how often to report; None is ten times an epoch.
         recorders: get every record on rank 0, see ``records``; a function of the step resumed from makes them.
         seed: of the order of samples and of each rank's random generators.
+        quiet: print nothing but warnings; the recorders still get everything.
     """
 
     def __init__(
@@ -82,11 +83,13 @@ class Trainer:
         log_every_steps: int | None = None,
         recorders: Sequence[Recorder] = (),
         seed: int = 0,
+        quiet: bool = False,
     ) -> None:
         self.world, self.module, self.optimizer, self.scheduler = world, model, optimizer, scheduler
         self.loss_function, self.train_data, self.eval_data = loss_function, train_data, eval_data
         self.total_epochs, self.clip_norm, self.seed = total_epochs, clip_norm, seed
         self.snapshot, self.recorders = snapshot, list(recorders)
+        self.speaks = world.rank == 0 and not quiet
         self.save_every_epochs, self.save_every_steps = save_every_epochs, save_every_steps
         self.precision = choose_precision(precision, world.ranks)
         self.scaler = self.precision.grad_scaler()
@@ -111,8 +114,8 @@ class Trainer:
             self.model = wrap_model(model, world.device)
         self.vote = StopVote(world.control)
         self.epoch, self.samples_done, self.step = 0, 0, 0
-        # Since the last report: the sum of the losses, and of the samples.
-        self.loss_sums = torch.zeros(2, dtype=torch.float64, device=world.device)
+        # Since the last report: the sum of the samples' losses, and their number.
+        self.loss_sum, self.loss_samples = torch.zeros((), dtype=torch.float64, device=world.device), 0
         torch.manual_seed(seed_of(seed, world.rank, "rank"))
 
     def _choose_shares(self, global_batch: int) -> list[int]:
@@ -125,7 +128,7 @@ class Trainer:
     def train(self) -> Result:
         """Run to the end, or to a stop that a signal asked for. All ranks return the same."""
         self._resume()
-        if self.world.rank == 0:
+        if self.speaks:
             print_rank_table(self.world.ranks, self.sampler.shares)
         self.model.train()
         metrics: dict[str, float] = {}
@@ -150,7 +153,7 @@ class Trainer:
         self.sampler.set_epoch(self.epoch, self.samples_done)
         steps = len(self.sampler)
         spans = [self.sampler.span(step) for step in range(steps)]
-        progress = _Progress(self, steps)
+        progress = Progress(self, steps)
         try:
             for index, (inputs, targets) in enumerate(self.train_data.batches(self.sampler.order(), spans, self.epoch)):
                 if self.vote.result():
@@ -196,7 +199,8 @@ class Trainer:
             outputs = self.model(inputs)
             loss = self.loss_function(outputs, targets) if samples else outputs.sum()
         if samples:
-            self.loss_sums += torch.stack([loss.detach().double() * samples, self.loss_sums.new_tensor(samples)])
+            self.loss_sum += loss.detach().double() * samples
+            self.loss_samples += samples
         return loss * loss_weight(samples, total, self.world.world_size)
 
     def _evaluate(self) -> dict[str, float]:
@@ -209,9 +213,10 @@ class Trainer:
             shares=self.sampler.shares,
             precision=self.precision,
         )
-        if self.world.rank == 0:
+        if self.speaks:
             accuracy = f"  accuracy {metrics['accuracy']:.4f}" if "accuracy" in metrics else ""
             say(f"epoch {self.epoch}/{self.total_epochs}  evaluation loss {metrics['loss']:.4f}{accuracy}")
+        if self.world.rank == 0:
             self.record({"kind": "evaluation", "epoch": self.epoch, "step": self.step, **metrics})
         return metrics
 
@@ -228,6 +233,7 @@ class Trainer:
         if self.world.rank == 0:
             for warning in self.snapshot.warnings:
                 say(f"warning: {warning}")
+        if self.speaks:
             say(
                 f"resumed from {self.snapshot.path}: epoch {self.epoch} of {self.total_epochs} done, "
                 f"then {self.samples_done} samples, step {self.step}"
@@ -254,69 +260,7 @@ class Trainer:
     def _stop_early(self) -> None:
         self._save(must=True)
         marker = os.environ.get("DDP_SLURM_REQUEUE_MARKER")
-        if self.world.rank == 0:
-            if marker:
-                Path(marker).touch()
+        if self.world.rank == 0 and marker:
+            Path(marker).touch()
+        if self.speaks:
             say(f"stopped by a signal after step {self.step}, with a snapshot to resume from")
-
-
-class _Progress:
-    """Times the steps and reports them; every rank keeps one, since the sums are reduced."""
-
-    def __init__(self, trainer: Trainer, steps: int) -> None:
-        self.trainer, self.steps = trainer, steps
-        self.printer = ProgressPrinter(steps) if trainer.world.rank == 0 else None
-        self.since, self.started = time.perf_counter(), time.perf_counter()
-
-    def after_step(self, index: int) -> None:
-        trainer = self.trainer
-        if trainer.step == 1:
-            if trainer.world.device.type == "cuda":
-                torch.cuda.synchronize(trainer.world.device)
-            if trainer.world.rank == 0:
-                say(first_step_line(trainer.world.rendezvous_seconds))
-        if (index + 1) % trainer.log_every_steps == 0 or index + 1 == self.steps:
-            self._report(index)
-
-    def _report(self, index: int) -> None:
-        trainer, world = self.trainer, self.trainer.world
-        loss_sum, samples = trainer.loss_sums.tolist()  # waits for the GPU
-        now = time.perf_counter()
-        row = 2 * world.rank
-        sums = torch.zeros(2 * world.world_size, dtype=torch.float64)
-        sums[row], sums[row + 1] = loss_sum, samples
-        dist.all_reduce(sums, group=world.control)
-        trainer.loss_sums.zero_()
-        if self.printer is not None:
-            counts = sums[1::2]
-            loss = (sums[::2].sum() / counts.sum()).item()
-            rates = (counts / (now - self.since)).tolist()
-            done = index + 1
-            epochs_left = trainer.total_epochs - trainer.epoch - 1
-            steps_left = self.steps - done + epochs_left * -(-trainer.sampler.length // trainer.sampler.global_batch)
-            line = progress_line(
-                epoch=trainer.epoch + 1,
-                epochs=trainer.total_epochs,
-                step=done,
-                steps=self.steps,
-                loss=loss,
-                rates=rates,
-                left_seconds=(now - self.started) / done * steps_left,
-            )
-            self.printer.update(done, line)
-            trainer.record(
-                {
-                    "kind": "train",
-                    "epoch": trainer.epoch + 1,
-                    "step": trainer.step,
-                    "loss": loss,
-                    "images_per_second": sum(rates),
-                    "images_per_second_by_rank": rates,
-                    "learning_rate": trainer.optimizer.param_groups[0]["lr"],
-                }
-            )
-        self.since = now
-
-    def close(self) -> None:
-        if self.printer is not None:
-            self.printer.close()

@@ -1,0 +1,130 @@
+"""What uneven ranks reach together: an equal split and a balanced one against the sum of the ranks' own throughputs.
+
+    torchrun --nproc-per-node 2 benchmarks/uneven_speed.py --slow 1,2
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/uneven_speed.py --slow 1,3    # on CPUs (gloo)
+
+``--slow`` makes a rank k times slower by running the network k times on each batch. All figures come from one run, in
+alternation; each ratio is a line. The theory for an equal split is world size * slowest / sum.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from ddp_slurm.training import Trainer, World, equal_shares, init_distributed
+from ddp_slurm.training.calibrate import measured_shares
+from ddp_slurm.training.data import ResidentImages
+from ddp_slurm.training.models import resnet18, small_resnet, to_channels_last
+from ddp_slurm.training.precision import choose_precision
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--slow", default="1,2", help="how many times slower each rank is, whole numbers")
+parser.add_argument("--batch-size", type=int, help="per rank on average; default 512 on a GPU, 32 on a CPU")
+parser.add_argument("--steps", type=int, help="per measurement; default 60 on a GPU, 6 on a CPU")
+parser.add_argument("--rounds", type=int, default=3)
+parser.add_argument("--precision", default="auto")
+
+
+class Repeated(nn.Module):
+    """The mean of k equal passes: k times the work forward and backward, and the same gradient."""
+
+    def __init__(self, inner: nn.Module, times: int) -> None:
+        super().__init__()
+        self.inner, self.times = inner, times
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.stack([self.inner(images) for _ in range(self.times)]).mean(dim=0)
+
+
+def rate_together(world: World, model: nn.Module, data: ResidentImages, shares: list[int], precision: str) -> float:
+    """Images a second of all ranks in the Trainer, the start left out."""
+    rates: list[float] = []
+
+    def note(record: dict[str, object]) -> None:
+        rates.append(float(str(record["images_per_second"])))
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    trainer = Trainer(
+        world, model, optimizer, cross_entropy, data,
+        global_batch=sum(shares), shares=shares, total_epochs=1, precision=precision, recorders=[note], quiet=True,
+    )  # fmt: skip
+    trainer.train()
+    result = [statistics.median(rates[2:])] if rates else [0.0]
+    dist.broadcast_object_list(result, src=0, group=world.control)
+    return result[0]
+
+
+def rate_alone(world: World, model: nn.Module, data: ResidentImages, share: int, steps: int, precision: str) -> float:
+    """Images a second of this rank without the others, all ranks at work at once, as when they train."""
+    computing = choose_precision(precision, world.ranks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    spans = [(0, share)] * (steps + 3)
+    dist.barrier(group=world.control)
+    started = 0.0
+    for index, (images, labels) in enumerate(data.batches(torch.arange(share), spans, epoch=0)):
+        if index == 3:
+            synchronize(world)
+            started = time.perf_counter()
+        optimizer.zero_grad(set_to_none=True)
+        with computing.autocast():
+            loss = cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+    synchronize(world)
+    return steps * share / (time.perf_counter() - started)
+
+
+def synchronize(world: World) -> None:
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+
+
+def main() -> None:
+    arguments = parser.parse_args()
+    with init_distributed() as world:
+        gpu = world.device.type == "cuda"
+        factors = [int(word) for word in arguments.slow.split(",")]
+        if len(factors) != world.world_size:
+            parser.error(f"--slow {arguments.slow} names {len(factors)} ranks, this world has {world.world_size}")
+        batch = arguments.batch_size or (512 if gpu else 32)
+        steps = arguments.steps or (60 if gpu else 6)
+        global_batch = batch * world.world_size
+        torch.backends.cudnn.benchmark = True
+        torch.manual_seed(0)
+        samples = global_batch * steps
+        images = torch.randint(0, 256, (samples, 32, 32, 3), dtype=torch.uint8)
+        data = ResidentImages(images, torch.randint(0, 10, (samples,)), world.device, augment=True)
+        network = to_channels_last(resnet18() if gpu else small_resnet()).to(world.device)
+        model = Repeated(network, factors[world.rank])
+        precision = choose_precision(arguments.precision, world.ranks)
+        equal = equal_shares(global_batch, world.world_size)
+
+        measured: list[tuple[float, float, float]] = []
+        balanced: list[int] = []
+        for _ in range(arguments.rounds):
+            own = torch.tensor([rate_alone(world, model, data, batch, steps, arguments.precision)])
+            dist.all_reduce(own, group=world.control)
+            balanced = measured_shares(model, data, cross_entropy, global_batch, precision, world.control)
+            at_equal = rate_together(world, model, data, equal, arguments.precision)
+            at_balanced = rate_together(world, model, data, balanced, arguments.precision)
+            measured.append((own.item(), at_equal, at_balanced))
+        if world.rank == 0:
+            total, at_equal, at_balanced = (statistics.median(column) for column in zip(*measured, strict=True))
+            device = torch.cuda.get_device_name() if gpu else "cpu"
+            theory = world.world_size / max(factors) / sum(1 / factor for factor in factors)
+            print(f"{world.world_size} x {device}, {precision.name}, slower by {factors}, global batch {global_batch}")
+            print(f"sum of the ranks' own throughputs: {total:,.0f} images/s")
+            print(f"equal split {equal}: {at_equal:,.0f} images/s")
+            print(f"balanced split {balanced}: {at_balanced:,.0f} images/s")
+            print(f"equal / sum: {at_equal / total:.3f} (theory {theory:.3f})")
+            print(f"balanced / sum: {at_balanced / total:.3f}")
+            print(f"balanced / equal: {at_balanced / at_equal:.3f}")
+
+
+if __name__ == "__main__":
+    main()
