@@ -46,6 +46,8 @@ def slurm_root(slurm: str) -> Path | None:
 
     Raises ReleaseNotAvailable where it cannot be made. Making one takes about a minute.
     """
+    if slurm not in RELEASES:
+        raise ReleaseNotAvailable(f"no Debian is known to have Slurm {slurm!r}; known are {', '.join(RELEASES)}")
     if _version_in(None) == slurm:
         return None
     folder = Path(os.environ.get("DDP_SLURM_RELEASES") or Path.home() / ".cache/ddp_slurm/releases")
@@ -64,11 +66,11 @@ def slurm_root(slurm: str) -> Path | None:
 def _debootstrap(release: Release, root: Path) -> None:
     if os.geteuid() or not shutil.which("debootstrap"):
         raise ReleaseNotAvailable("debootstrap is not installed, or this is not root")
-    unfinished, log = root.with_suffix(".unfinished"), root.with_suffix(".log")
+    unfinished, log = root.with_name(f"{root.name}.unfinished"), root.with_name(f"{root.name}.log")
     shutil.rmtree(unfinished, ignore_errors=True)
-    command = [
-        "debootstrap", "--variant=minbase", f"--include={PACKAGES}", release.suite, str(unfinished), "", release.script,
-    ]  # fmt: skip
+    # What it mounts there ends with it, also when it is killed.
+    command = ["unshare", "--mount", "--", "debootstrap", "--variant=minbase", f"--include={PACKAGES}"]
+    command += [release.suite, str(unfinished), "", release.script]
     with open(log, "w") as output:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
     if done.returncode:

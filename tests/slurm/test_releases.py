@@ -28,7 +28,7 @@ nodes:
   - {name: alpha, gpus: {type: a100, count: 4}, cpus: 32, memory: 240G, partition: big}
 """
 EXAMPLE = Path(__file__).parents[2] / "cifar10_example"
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)  # a release's root may have to be made first
 
 
 @pytest.fixture(scope="module")

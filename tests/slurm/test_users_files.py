@@ -63,7 +63,7 @@ def run_on_machine(machine_name: str, tmp_path: Path) -> Callable[..., "subproce
     return run
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)  # a release's root may have to be made first
 def test_a_machine_set_up_with_the_files(
     release: tuple[str, Path | None],
     run_on_machine: Callable[..., "subprocess.CompletedProcess[str]"],
