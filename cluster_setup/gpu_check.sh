@@ -4,7 +4,8 @@
 # nodes and name it: ddp-slurm cluster configs --health-check /usr/local/sbin/gpu_check.sh
 
 LC_ALL=C
-export LC_ALL
+PATH=${PATH:+$PATH:}/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin # slurmd gives it none
+export LC_ALL PATH
 node=${SLURMD_NODENAME:-$(hostname -s)}
 mark='gpu_check:'
 

@@ -2,6 +2,11 @@
 # On the controller: one step over all nodes, a task a GPU. SRUN is its command line, TASKS the number expected.
 
 check() {
+    out=$(sinfo -h -N -t drain,down,fail -o %N | sort -u | tr '\n' ' ')
+    if [ -n "$out" ]; then
+        say "the first job needs all nodes; out of service: $out(sinfo -R says why)"
+        return 1
+    fi
     job=$(mktemp)
     status=0
     eval "timeout 180 $SRUN" >"$job" || status=$?

@@ -1,6 +1,6 @@
 # shellcheck shell=sh
 # slurmd, with the configuration that the controller hands out: no node keeps a copy of its own that could grow old.
-# SLURM_CONF, GRES_CONF and CGROUP_CONF are the files' texts.
+# SLURM_CONF, GRES_CONF, CGROUP_CONF and GPU_CHECK are the files' texts.
 
 server="$CONTROLLER_ADDRESS:6817"
 case $CONTROLLER_ADDRESS in *:*) server="[$CONTROLLER_ADDRESS]:6817" ;; esac
@@ -32,6 +32,10 @@ check() {
         say "slurmd's unit waits for a file that only the controller has"
         missing=1
     fi
+    if ! printf '%s' "$GPU_CHECK" | cmp -s - /usr/local/sbin/gpu_check.sh || [ ! -x /usr/local/sbin/gpu_check.sh ]; then
+        say "/usr/local/sbin/gpu_check.sh, the health check, is missing or old"
+        missing=1
+    fi
     if ! is_controller && [ -e /etc/slurm/slurm.conf ]; then
         say "/etc/slurm/slurm.conf is a copy of its own"
         missing=1
@@ -51,12 +55,15 @@ check() {
 SLURM_CONF_TEXT=$(printf '%s' "$SLURM_CONF")
 GRES_CONF_TEXT=$(printf '%s' "$GRES_CONF")
 CGROUP_CONF_TEXT=$(printf '%s' "$CGROUP_CONF")
+GPU_CHECK_TEXT=$(printf '%s' "$GPU_CHECK")
 
 apply() {
     stop_daemon slurmd slurmd
     install -d -o slurm -g slurm -m 0755 /var/lib/slurm /var/log/slurm
     install -d -m 0755 /var/lib/slurm/slurmd
     if ! is_controller && [ -e /etc/slurm/slurm.conf ]; then mv /etc/slurm/slurm.conf /etc/slurm/slurm.conf.old; fi
+    write_file /usr/local/sbin/gpu_check.sh 0755 root:root "$GPU_CHECK_TEXT
+"
     write_file /etc/default/slurmd 0644 root:root "$(options_text)
 "
     if has_systemd; then

@@ -22,6 +22,9 @@ from .remote import RemoteError, Result, Runner, on_all, run, run_script
 from .slurm_releases import DEFAULT_RELEASE, slurm_release
 
 MUNGE_KEY_BYTES = 1024
+HEALTH_CHECK = "/usr/local/sbin/gpu_check.sh"
+"""Where the step slurmd puts cluster_setup/gpu_check.sh on every node."""
+
 DEFAULT_MUNGE_ID = 64031
 DEFAULT_SLURM_ID = 64030
 """User ids where no node has the users yet; Debian's packages choose 64030 for slurm too."""
@@ -212,12 +215,13 @@ def _settings_of_ids(cluster: Cluster, before: Mapping[str, _Before]) -> dict[st
 
 
 def _settings_of_configs(cluster: Cluster, version: str) -> dict[str, str]:
-    files = render_configs(cluster, slurm_version=version)
+    files = render_configs(cluster, slurm_version=version, health_check=HEALTH_CHECK)
     line, tasks = first_job(cluster)
     return {
         "SLURM_CONF": files["slurm.conf"],
         "GRES_CONF": files["gres.conf"],
         "CGROUP_CONF": files["cgroup.conf"],
+        "GPU_CHECK": resources.files("ddp_slurm.cluster_setup").joinpath("gpu_check.sh").read_text(encoding="utf-8"),
         "SRUN": line,
         "TASKS": str(tasks),
     }
@@ -251,7 +255,7 @@ _SETTINGS_OF_STEP = {
     "users": ("MUNGE_UID", "SLURM_UID"),
     "munge": ("MUNGE_KEY",),
     "slurmctld": ("SLURM_CONF", "GRES_CONF", "CGROUP_CONF"),
-    "slurmd": ("SLURM_CONF", "GRES_CONF", "CGROUP_CONF"),
+    "slurmd": ("SLURM_CONF", "GRES_CONF", "CGROUP_CONF", "GPU_CHECK"),
     "first_job": ("SRUN", "TASKS"),
 }
 _SETTINGS_OF_ALL = ("NODES", "CONTROLLER", "CONTROLLER_ADDRESS", "DRY_RUN")

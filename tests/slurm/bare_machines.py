@@ -22,6 +22,21 @@ PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "chrony", "openssh-s
 HIERARCHIES = ("cpuset", "memory", "devices", "freezer", "cpu", "cpuacct", "systemd")
 CGROUPS = Path("/sys/fs/cgroup")
 
+# In place of the driver's own tool.
+NVIDIA_SMI = """#!/bin/sh
+set -- "$1" /dev/nvidia[0-9]*
+case $1 in --list-gpus | --query-gpu=index,pci.bus_id*) ;; *) exit 2 ;; esac
+query=$1
+shift
+i=0
+for device in "$@"; do
+    [ -c "$device" ] || continue
+    if [ "$query" = --list-gpus ]; then echo "GPU $i: NVIDIA A100 (UUID: GPU-$i)"
+    else echo "$i, 00000000:0$i:00.0, 40960, 535.183.01, NVIDIA A100-SXM4-40GB"; fi
+    i=$((i + 1))
+done
+"""
+
 # Runs as process 1 of its namespaces; $1 lower $2 upper $3 work $4 root $5 packages $6 host name $7 GPUs $8 cgroup hierarchies
 INIT = r"""
 set -eu
@@ -146,6 +161,10 @@ class Machines:
         keys.parent.mkdir(parents=True, mode=0o700)
         layers[0].joinpath("root").chmod(0o700)
         shutil.copy(f"{self.identity}.pub", keys)
+        tool = layers[0] / "usr/local/bin/nvidia-smi"
+        tool.parent.mkdir(parents=True)
+        tool.write_text(NVIDIA_SMI)
+        tool.chmod(0o755)
         for hierarchy in HIERARCHIES:
             _make_cgroup(CGROUPS / hierarchy / self._cgroup(name))
         enter = f"for h in {' '.join(HIERARCHIES)}; do echo $$ >{CGROUPS}/$h/{self._cgroup(name)}/cgroup.procs; done; "

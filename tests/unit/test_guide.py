@@ -1,0 +1,186 @@
+"""The set-up guide: every command block is run or parsed, every option in it exists, every link leads somewhere."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from ddp_slurm.admin.install import STEPS
+from ddp_slurm.admin.slurm_releases import RELEASES
+from ddp_slurm.cli import make_app
+from ddp_slurm.cluster import Cluster
+
+GUIDE = Path(__file__).parents[2] / "cluster_setup/README.md"
+TEXT = GUIDE.read_text()
+
+KNOWN_COMMANDS = {
+    "apt-config", "apt-get", "cat", "cd", "chmod", "chown", "conda", "ddp-slurm", "debuild", "echo", "exit", "exportfs",
+    "head", "hostnamectl", "install", "mk-build-deps", "mount", "munge", "printf", "python3", "reboot", "rsync", "scontrol",
+    "source", "ssh", "ssh-copy-id", "systemctl", "sh", "tar", "tee", "ubuntu-drivers", "ufw", "umask", "unmunge", "useradd",
+    "pip",
+}  # fmt: skip
+"""Commands of the guide, each looked up in its manual page once; a new one is a typing error until it stands here."""
+
+
+@dataclass(frozen=True)
+class Block:
+    line: int
+    info: str
+    text: str
+
+
+def blocks() -> list[Block]:
+    """The fenced blocks, also indented ones, without their indent."""
+    found: list[Block] = []
+    lines = TEXT.splitlines()
+    start: int | None = None
+    for number, line in enumerate(lines):
+        fence = re.fullmatch(r"( *)```(.*)", line)
+        if fence and start is None:
+            start, indent, info = number, fence[1], fence[2]
+        elif fence and start is not None:
+            text = "\n".join(body.removeprefix(indent) for body in lines[start + 1 : number])
+            found.append(Block(start + 1, info, text + "\n"))
+            start = None
+    assert start is None, "a block is not closed"
+    return found
+
+
+SHELL = [block for block in blocks() if block.info in ("bash", "bash run")]
+
+
+def commands(text: str) -> list[list[str]]:
+    """The simple commands of a block, here documents and quoted scripts left out."""
+    text = re.sub(r"<<'END'\n.*?\nEND\n", "\n", text, flags=re.S)
+    words: list[list[str]] = []
+    for line in text.splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
+        lexer.whitespace_split = True
+        tokens = list(lexer)
+        current: list[str] = []
+        for token in [*tokens, ";"]:
+            if token in ("|", "||", "&&", ";", "do", "done") or token.startswith("for "):
+                if current:
+                    words.append(current)
+                current = []
+            else:
+                current.append(token)
+    return [command for command in words if command[0] not in ("for",)]
+
+
+def test_the_blocks_are_of_known_kinds() -> None:
+    assert {block.info for block in blocks()} == {"bash", "bash run", "yaml"}
+    assert len(SHELL) > 20
+
+
+@pytest.mark.parametrize("block", SHELL, ids=lambda block: f"line{block.line}")
+def test_every_block_is_a_clean_script_of_known_commands(block: Block) -> None:
+    subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
+    if shutil.which("shellcheck"):
+        done = subprocess.run(
+            ["shellcheck", "--shell=bash", "--exclude=SC1090,SC1091,SC2002", "-"],
+            input=block.text, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.stdout == ""
+    for command in commands(block.text):
+        name = command[1] if command[0] == "sudo" else command[0]
+        assert name.rsplit("/", 1)[-1] in KNOWN_COMMANDS, command
+
+
+def called() -> list[list[str]]:
+    """Every call of ddp-slurm in the guide, in blocks and in the text."""
+    in_blocks = [command for block in SHELL for command in commands(block.text) if command[0] == "ddp-slurm"]
+    inline = [
+        shlex.split(call) for call in re.findall(r"`(ddp-slurm [^`]+)`", re.sub(r"```.*?```", "", TEXT, flags=re.S))
+    ]
+    return in_blocks + inline
+
+
+@pytest.mark.parametrize("call", called(), ids=" ".join)
+def test_every_call_of_ddp_slurm_parses(call: list[str]) -> None:
+    command: Any = typer.main.get_command(make_app())
+    words = call[1:]
+    if "--" in words:
+        words = words[: words.index("--")]
+    words = [word for word in words if not word.startswith(">")]
+    while hasattr(command, "commands"):
+        assert words[0] in command.commands, call
+        command, words = command.commands[words[0]], words[1:]
+    known = {name: option for option in command.params for name in option.opts}
+    for word in words:
+        if word.startswith("--"):
+            assert word in known, f"{call}: {word}"
+
+
+def test_the_yaml_is_a_cluster(tmp_path: Path) -> None:
+    (block,) = [block for block in blocks() if block.info == "yaml"]
+    file = tmp_path / "cluster.yaml"
+    file.write_text(block.text)
+    cluster = Cluster.load(file)
+    assert sum(node.gpu_count for node in cluster.nodes) == 7
+
+
+def test_the_blocks_marked_so_run_and_do_what_they_say(tmp_path: Path) -> None:
+    (cluster,) = [block for block in blocks() if block.info == "yaml"]
+    (tmp_path / "cluster.yaml").write_text(cluster.text)
+    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    printed = ""
+    for block in SHELL:
+        if block.info == "bash run":
+            done = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", block.text],
+                cwd=tmp_path,
+                env=environ,
+                capture_output=True,
+                text=True,
+            )
+            assert done.returncode == 0, f"line {block.line}: {done.stderr}"
+            printed += done.stdout
+    assert "7 ranks on 3 nodes" in printed
+    assert set(yaml.safe_load((tmp_path / "inventory.yaml").read_text())["all"]["hosts"]) == {"alpha", "beta", "gamma"}
+    slurm_conf = (tmp_path / "slurm/slurm.conf").read_text()
+    assert "SlurmctldHost=alpha(192.168.8.151)" in slurm_conf
+    assert sorted(path.name for path in (tmp_path / "slurm").iterdir()) == ["cgroup.conf", "gres.conf", "slurm.conf"]
+
+
+def test_the_upgrade_block_list_is_what_apt_reads(tmp_path: Path) -> None:
+    if shutil.which("apt-config") is None:
+        pytest.skip("no apt here")
+    (text,) = re.findall(r"<<'END'\n(.*?\n)END\n", TEXT, flags=re.S)
+    file = tmp_path / "apt.conf"
+    file.write_text(text)
+    dump = ["apt-config", "dump", "Unattended-Upgrade::Package-Blacklist"]
+    done = subprocess.run(
+        dump, env={"APT_CONFIG": str(file), "PATH": os.environ["PATH"]}, capture_output=True, text=True
+    )
+    assert [word for word in ("nvidia-", "libnvidia-", "linux-image-") if f'"{word}"' not in done.stdout] == []
+
+
+def test_every_step_of_the_installer_is_explained_in_order() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| .* \| (all|controller) \|$", TEXT, flags=re.M)
+    assert rows == [(step.name, "controller" if step.on_controller_only else "all") for step in STEPS]
+
+
+def test_the_releases_called_usable_are_those_the_generator_writes_for() -> None:
+    rows = re.findall(r"^\| (?:Ubuntu|Debian)[^|]*\| ([0-9.]+) \| (\w+)", TEXT, flags=re.M)
+    assert len(rows) == 7
+    for release, use in rows:
+        assert release in RELEASES or use == "no"
+    assert {release for release, use in rows if use == "yes"} <= set(RELEASES)
+
+
+def test_every_link_leads_somewhere() -> None:
+    anchors = {
+        re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.*)$", TEXT, flags=re.M)
+    }
+    for target in re.findall(r"\]\(([^)]+)\)", TEXT):
+        assert target[1:] in anchors if target.startswith("#") else (GUIDE.parent / target).exists(), target
