@@ -187,14 +187,24 @@ def _features(node: Node) -> list[str]:
 
 
 def _weights(nodes: Sequence[Node]) -> dict[str, int]:
-    """10, 20, 30, ... from the smallest GPUs to the largest: by the memory that a feature names, then by count."""
+    """10, 20, 30, ... from the smallest GPUs to the largest: by the memory that a feature names, then by count.
+
+    Where the file does not say it of every node, by count alone.
+    """
+    memory = {node.name: _gpu_memory_gb(node) for node in nodes}
+    told = all(memory[node.name] for node in nodes if node.gpus)
 
     def size(node: Node) -> tuple[int, int]:
-        memory = [int(match[1]) for word in node.features if (match := re.search(r"([0-9]+)gb?$", word, re.IGNORECASE))]
-        return (max(memory, default=0) if node.gpus else 0, node.gpu_count)
+        return (memory[node.name] if told and node.gpus else 0, node.gpu_count)
 
     order = sorted({size(node) for node in nodes})
     return {node.name: 10 * (order.index(size(node)) + 1) for node in nodes}
+
+
+def _gpu_memory_gb(node: Node) -> int:
+    """Of a feature such as ``vram80gb``, which a probe writes; 0 without one."""
+    matches = (re.search(r"([0-9]+)gb?$", word, re.IGNORECASE) for word in node.features)
+    return max((int(match[1]) for match in matches if match), default=0)
 
 
 def _partitions(nodes: Sequence[Node]) -> list[dict[str, object]]:

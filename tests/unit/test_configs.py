@@ -149,7 +149,22 @@ def test_nodes(cluster: Cluster) -> None:
     assert nodes["alpha"]["Feature"] == "cc80,vram80gb"
     assert nodes["beta"]["Feature"] == "volta,nvlink", "a job of this node asks for its constraint"
     by_weight = sorted(nodes, key=lambda name: int(nodes[name]["Weight"]))
-    assert (by_weight[0], by_weight[-1]) == ("login", "alpha"), "big cards last"
+    assert (by_weight[0], by_weight[-1]) == ("login", "alpha")
+
+
+def test_weights_keep_the_big_cards_for_last(load: Callable[[str], Cluster]) -> None:
+    def order(*nodes: str) -> list[str]:
+        items = "".join(f"  - {{cpus: 8, memory: 8G, {node}}}\n" for node in nodes)
+        lines = nodes_of(render_configs(load(f"nodes:\n{items}"))["slurm.conf"])
+        return sorted(lines, key=lambda name: int(lines[name]["Weight"]))
+
+    small, many, big = (
+        "name: a, gpus: 2, features: [vram24gb]",
+        "name: b, gpus: 8",
+        "name: c, gpus: 4, features: [vram80gb]",
+    )
+    assert order(big, f"{many}, features: [vram24gb]", small, "name: d, gpus: 0") == ["d", "a", "b", "c"]
+    assert order(big, many, small) == ["a", "c", "b"], "by count where one does not say its memory"
 
 
 def test_a_gres_line_for_each_model_with_its_device_files(cluster: Cluster) -> None:
