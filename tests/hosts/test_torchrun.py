@@ -13,6 +13,7 @@ import pytest
 from .conftest import Hosts
 
 MakeHosts = Callable[..., Hosts]
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 TRAIN = str(Path(__file__).parents[2] / "synthetic_data_example" / "train.py")
 
 
@@ -40,6 +41,24 @@ def test_uneven_machines_train_to_the_end(make_hosts: MakeHosts, tmp_path: Path,
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[" + next(iter(gpus)) + "]" in done.stdout
     assert "finished: step" in done.stdout
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("words", [["accelerate_script.py"], ["lightning_script.py", "auto", "3"]], ids=lambda w: w[0])
+def test_scripts_that_know_nothing_of_us_make_one_world(
+    make_hosts: MakeHosts, tmp_path: Path, words: list[str]
+) -> None:
+    gpus = {"gamma": 1, "beta": 2, "alpha": 4}
+    hosts = make_hosts(*gpus)
+    script = [str(SCRIPTS / words[0]), *words[1:]]
+    command = submit(hosts, hosts.cluster_yaml(gpus), "--", "python", "-m", "ddp_slurm.run", *script)
+    done = subprocess.run(command, env=hosts.environ, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.findall(r"RESULT rank=(\d+) world=7 samples=8 weight=([-.\d]+) bias=([-.\d]+)", done.stdout)
+    assert sorted(int(rank) for rank, _, _ in found) == list(range(7)), done.stdout
+    assert len({(weight, bias) for _, weight, bias in found}) == 1
+    assert float(found[0][1]) == pytest.approx(3, abs=0.05)
+    assert float(found[0][2]) == pytest.approx(1, abs=0.05)
 
 
 STAND_IN = """#!/bin/bash
