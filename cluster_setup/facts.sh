@@ -122,6 +122,7 @@ credential() {
 
 identity() {
     block users getent passwd
+    if have munged; then fact munged "$(command -v munged)"; fi
     if [ -e /etc/munge/munge.key ]; then fact munge_key "$(stat -c '%a %U %s' /etc/munge/munge.key)"; fi
     if [ -n "${CREDENTIAL:-}" ] && have unmunge; then
         find_munge_socket

@@ -41,7 +41,7 @@ def healthy(name: str) -> dict[str, list[str] | str]:
     others = [other for other in CARDS if other != name]
     return {
         "hostname": [name], "os": ["ubuntu-22.04"], "libc": ["glibc 2.35"], "memory_kib": [str(32768 * 1024)],
-        "cpu": [f"0 {core}" for core in range(4) for _ in range(2)], "munge_key": ["400 munge 1024"],
+        "cpu": [f"0 {core}" for core in range(4) for _ in range(2)], "munge_key": ["400 munge 1024"], "munged": ["/usr/sbin/munged"],
         "cgroup": ["cgroup2fs"], "cgroup_plugin": ["/usr/lib/x86_64-linux-gnu/slurm-wlm/cgroup_v2.so"],
         "config_file": ["/run/slurm/conf/slurm.conf 123 456"], "offset": ["0"],
         "port": [f"{other} {port} {'open' if port == 6818 else 'refused'}" for other in others for port in (6817, 6818, 29500)],
@@ -190,11 +190,26 @@ def test_a_node_that_does_not_answer_is_an_error_of_its_own() -> None:
 
 
 def test_machines_without_slurm_are_checked_as_far_as_they_go() -> None:
-    gone = ("slurmd.version", "slurm.ping", "slurm.config", "slurm.nodes", "unmunge", "munge_key", "config_file")
+    gone = (
+        "slurmd.version",
+        "slurm.ping",
+        "slurm.config",
+        "slurm.nodes",
+        "unmunge",
+        "munge_key",
+        "munged",
+        "config_file",
+    )
     bare = snapshot(everywhere=dict.fromkeys(gone))
     findings = diagnose(Snapshot(CLUSTER, bare.facts, {}, None))
     assert {f.check for f in findings if f.severity is Severity.SKIPPED} == {"slurmctld", "node states", "munge key"}
     assert {f.check for f in findings if f.severity > Severity.OK} == {"Slurm release"}
+
+
+def test_a_munged_that_runs_nowhere_is_an_error_not_a_skip() -> None:
+    dead = Snapshot(CLUSTER, snapshot(everywhere={"unmunge": None, "munge_key": None}).facts, {}, None)
+    (finding,) = [f for f in diagnose(dead) if f.check == "munge key"]
+    assert (finding.severity, finding.nodes) == (Severity.ERROR, ("gamma", "beta", "alpha"))
 
 
 def test_the_table_and_the_json_say_the_same() -> None:

@@ -68,6 +68,18 @@ def test_a_script_and_its_secret_are_in_no_argument(stub_ssh: Path) -> None:
     assert "s3cret" not in stub_ssh.read_text()
 
 
+@pytest.mark.parametrize(("uid", "through_sudo"), [("0", False), ("1000", True)])
+def test_root_by_sudo_where_the_login_user_is_another(
+    stub_ssh: Path, monkeypatch: pytest.MonkeyPatch, uid: str, through_sudo: bool
+) -> None:
+    for name, body in (("id", f"echo {uid}"), ("sudo", 'echo "sudo $*"; shift 2; exec "$@"')):
+        tool = stub_ssh.parent / "bin" / name
+        tool.write_text(f"#!/bin/sh\n{body}\n")
+        tool.chmod(stat.S_IRWXU)
+    done = run_script(AWAY, "echo 'a  b'", as_root=True, wrapper=("env", "X=1 2"))
+    assert done.stdout == ("sudo -n -- env X=1 2 sh -s\n" if through_sudo else "") + "a  b\n"
+
+
 def test_a_failed_command_is_a_result_and_a_failed_connection_an_error(stub_ssh: Path) -> None:
     assert run(AWAY, ["sh", "-c", "echo no >&2; exit 3"]) == Result(3, "", "no\n")
     with pytest.raises(

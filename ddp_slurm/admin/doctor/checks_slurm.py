@@ -116,7 +116,7 @@ def cgroup(snapshot: Snapshot) -> Findings:
 def munge_key(snapshot: Snapshot) -> Findings:
     """A credential of one node is accepted by all others, and nobody but munge can read the key."""
     if snapshot.credential_from is None:
-        munged = tuple(name for name, facts in snapshot.facts.items() if facts.first("munge_key"))
+        munged = tuple(name for name, facts in snapshot.facts.items() if facts.first("munged"))
         if munged:
             yield Severity.ERROR, munged, "munged answers on no node", f"{INSTALL} --step munge"
         else:
