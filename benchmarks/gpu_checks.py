@@ -173,8 +173,8 @@ def overflow(checks: Checks) -> None:
     """One rank's sample overflows in fp16: all ranks skip the step and lower the scale alike."""
     world = checks.world
     model = nn.Linear(4, 2).to(world.device)
-    before = flat(model)
     ddp = wrap_model(model, world.device)
+    before = flat(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = Precision("fp16", world.device.type).grad_scaler()
     inputs = torch.full((2, 4), float("inf") if world.rank == world.world_size - 1 else 1.0, device=world.device)
@@ -183,8 +183,12 @@ def overflow(checks: Checks) -> None:
     scaler.step(optimizer)
     scaler.update()
     found = torch.cat([flat(model), torch.tensor([scaler.get_scale()], device=world.device, dtype=torch.float64)])
-    skipped = torch.equal(flat(model), before) and same_on_all_ranks(world, found)
-    checks.report("fp16 overflow on one rank: all skip the step", skipped, f"scale {scaler.get_scale():.0f}")
+    same = same_on_all_ranks(world, found)
+    checks.report(
+        "fp16 overflow on one rank: all skip the step",
+        torch.equal(flat(model), before) and same,
+        f"scale {scaler.get_scale():.0f}",
+    )
 
 
 def resume(checks: Checks, shares: Sequence[int]) -> None:
