@@ -11,12 +11,13 @@ from pathlib import Path
 
 import typer
 
-from ..cluster import Cluster, ClusterError, GpuModel, Node, Ssh
+from ..cluster import Cluster, ClusterError, ClusterFile, GpuModel, Node, Ssh
 from ..console import say
 from ..errors import DdpSlurmError
 from ..fields import memory_text
 from ..files import write_whole
 from ..hostlist import expand_hostlist
+from ..yaml_file import load_yaml, validate
 from .configs import FIRST_RENDER_MINOR, PROBED_MEMORY_PERCENT, schedulable_memory_mb
 from .facts import Facts, gather
 from .gpus import Gpu, gres_types
@@ -264,7 +265,7 @@ def probe(hosts: Sequence[str], file: Path | None, output: str | None, *, yes: b
     """
     path = Path(output or file or "cluster.yaml")
     base = file or (path if output != "-" and path.exists() else None)
-    known = Cluster.load(base) if base else None
+    known = load_known(base) if base else None
     asked = nodes_of_arguments(hosts, known) or list(known.nodes if known else (Node(socket.gethostname()),))
     told: dict[str, Facts] = {}
     for name, answer in on_all(asked, lambda node: gather(node, runner=runner)).items():
@@ -286,6 +287,21 @@ def probe(hosts: Sequence[str], file: Path | None, output: str | None, *, yes: b
         Cluster.load(path)
     except ClusterError as fault:
         say(f"warning: the file needs your hand: {fault}")
+
+
+def load_known(path: Path) -> Cluster:
+    """An earlier cluster.yaml. Unlike anywhere else it may be without GPUs: the first probe may come before the driver.
+
+    Raises ClusterError for every other fault.
+    """
+    try:
+        return Cluster.load(path)
+    except ClusterError as fault:
+        if len(str(fault).splitlines()) > 1 or "no node has a GPU" not in str(fault):
+            raise
+    checked = validate(ClusterFile, load_yaml(path, ClusterError), ClusterError)
+    nodes = tuple(node for entry in checked.nodes for node in entry.expand(checked.ssh))
+    return Cluster(checked.name, nodes, checked.controller)
 
 
 def by_final_name(known: Cluster | None, told: Mapping[str, Facts]) -> dict[str, Facts]:

@@ -11,7 +11,7 @@ from ddp_slurm.admin.facts import Block, Facts, Topology, gather, parse_facts
 from ddp_slurm.admin.gpus import gres_types, parse_gpus
 from ddp_slurm.admin.probe import ProbeError, cluster_yaml, nodes_of_arguments, probed_cluster
 from ddp_slurm.admin.remote import RemoteError, Result
-from ddp_slurm.cluster import Cluster, GpuModel, Node, Ssh
+from ddp_slurm.cluster import Cluster, ClusterError, GpuModel, Node, Ssh
 
 # Two kinds of card; the order of nvidia-smi (by bus) is not that of the device files.
 NVIDIA_SMI = """\
@@ -196,6 +196,18 @@ def test_probing_twice_changes_nothing_and_a_difference_is_shown_first(
     assert Cluster.load(path).nodes[0].memory_mb == 15564
     with pytest.raises(ProbeError, match="no node answered"):
         probing.probe([], path, None, yes=True, runner=runner_of({}))
+
+
+def test_a_probe_before_the_driver_can_be_repeated_after_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cluster.yaml"
+    bare = ALPHA[: ALPHA.index("\nblock")]
+    probing.probe(["alpha"], None, str(path), yes=False, runner=runner_of({"alpha": bare}))
+    assert "no node has a GPU" in capsys.readouterr().err
+    probing.probe([], path, None, yes=True, runner=runner_of({"alpha": ALPHA}))
+    assert Cluster.load(path).nodes[0].gpu_count == 1
+    path.write_text("nodes:\n  - {name: alpha, gpu: 1}\n")
+    with pytest.raises(ClusterError, match="did you mean 'gpus'"):
+        probing.probe([], path, None, yes=True, runner=runner_of({"alpha": ALPHA}))
 
 
 def test_what_no_probe_can_know_is_kept(tmp_path: Path) -> None:
