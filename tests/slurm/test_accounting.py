@@ -1,0 +1,164 @@
+"""Job state with an accounting database: the shipped slurmdbd.conf on a live slurmdbd and MariaDB in the lab's folder."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from ddp_slurm.cluster import Cluster
+from ddp_slurm.jobs import Job
+from ddp_slurm.lab import Lab, daemons
+from ddp_slurm.state import Answer, ask, read_state
+from ddp_slurm.templating import render_template
+
+from .conftest import LIVE_CLUSTER
+
+PROGRAMS = {"slurmdbd": "slurmdbd", "mariadbd": "mariadb-server-core", "mariadb-install-db": "mariadb-server-core",
+            "mariadb": "mariadb-client-core"}  # fmt: skip
+PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
+pytestmark = pytest.mark.timeout(600)
+
+
+def wait(done: Callable[[], bool], log: Path) -> None:
+    give_up = time.monotonic() + 120
+    while not done():
+        assert time.monotonic() < give_up, log.read_text() if log.exists() else f"no {log}"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def accounting_lab(needs_lab: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """A lab whose slurmctld reports to a slurmdbd; all daemons in its controller's namespace, and end with it."""
+    missing = sorted({package for program, package in PROGRAMS.items() if shutil.which(program, path=PATH) is None})
+    if missing:
+        pytest.skip(f"not installed: {' '.join(missing)}")
+    file = tmp_path_factory.mktemp("accounting") / "cluster.yaml"
+    file.write_text(LIVE_CLUSTER)
+    with Lab.up(Cluster.load(file), f"test-{os.getpid()}-dbd") as lab:
+        start_mariadb(lab)
+        start_slurmdbd(lab)
+        report_to_slurmdbd(lab)
+        yield lab
+
+
+def start(lab: Lab, argv: list[str], **environ: str) -> None:
+    subprocess.Popen(
+        lab.inside(None, argv), env={"PATH": PATH, **environ}, cwd="/", start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def start_mariadb(lab: Lab) -> None:
+    data = lab.folder / "mysql"
+    options = ["--no-defaults", f"--datadir={data}", "--user=root"]
+    subprocess.run(
+        ["mariadb-install-db", *options, "--auth-root-authentication-method=socket", "--skip-test-db"],
+        env={"PATH": PATH}, check=True, capture_output=True,
+    )  # fmt: skip
+    start(lab, ["mariadbd", *options, "--skip-networking", f"--socket={data}/socket", f"--pid-file={data}/pid",
+                f"--log-error={data}/log", "--innodb-buffer-pool-size=64M", "--innodb-lock-wait-timeout=900"])  # fmt: skip
+    sql = ["mariadb", "--no-defaults", f"--socket={data}/socket", "-e", "CREATE DATABASE IF NOT EXISTS slurm_acct_db"]
+    wait(lambda: subprocess.run(sql, env={"PATH": PATH}, capture_output=True).returncode == 0, data / "log")
+
+
+def start_slurmdbd(lab: Lab) -> None:
+    text = render_template(
+        "slurmdbd.conf.j2", release="22.05", controller=lab.controller, slurm_user="root",
+        log_dir=lab.folder / "log", run_dir=lab.folder / "state",
+    )  # fmt: skip
+    conf = lab.slurm_conf.with_name("slurmdbd.conf")
+    conf.touch(0o600)
+    conf.write_text(f"{text}AuthInfo=socket={lab.folder / 'munge/socket'}\n")
+    start(lab, ["slurmdbd", "-D"], SLURM_CONF=str(lab.slurm_conf), MYSQL_UNIX_PORT=str(lab.folder / "mysql/socket"))
+    log = lab.folder / "log/slurmdbd.log"
+    wait(lambda: log.exists() and "slurmdbd version" in log.read_text(), log)
+
+
+def report_to_slurmdbd(lab: Lab) -> None:
+    """slurmctld reads the type of its accounting only when it starts."""
+    with lab.slurm_conf.open("a") as conf:
+        conf.write(
+            "AccountingStorageType=accounting_storage/slurmdbd\n"
+            f"AccountingStorageHost={lab.controller_address}\nAccountingStorageTRES=gres/gpu\n"
+            f"AccountingStoragePass={lab.folder / 'munge/socket'}\n"
+        )
+    os.kill(int((lab.folder / "state/slurmctld.pid").read_text()), signal.SIGTERM)
+    wait(lambda: not lab.daemon_runs(None, "slurmctld"), lab.folder / "log/slurmctld.log")
+    daemons.start_slurmctld(lab)
+    daemons.wait_for_nodes(lab)
+
+
+@pytest.fixture
+def here(accounting_lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_environ: dict[str, str]) -> Path:
+    """A folder to submit from, with the lab's cluster.yaml."""
+    for name in set(os.environ) - set(clean_environ):
+        monkeypatch.delenv(name)
+    for name, value in accounting_lab.environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cluster.yaml").write_text(LIVE_CLUSTER)
+    return tmp_path
+
+
+def forgetful(argv: Sequence[str]) -> Answer:
+    """A slurmctld that has forgotten its jobs, with the real sacct."""
+    if argv[0] == "sacct":
+        return ask(argv)
+    return Answer(1, "", "slurm_load_jobs error: Invalid job id specified")
+
+
+def submit(*command: str) -> Job:
+    from ddp_slurm.backends import sbatch
+    from ddp_slurm.options import JobOptions
+    from ddp_slurm.plan import make_plan
+    from ddp_slurm.render import render_sbatch
+    from ddp_slurm.runs import keep_run, runs_folder
+
+    plan = make_plan(Cluster.load("cluster.yaml"), JobOptions(command=command, time="5"))
+    runs, now = runs_folder(plan.options.output), time.time()
+    script = render_sbatch(plan, runs)
+    job_id = sbatch.submit(script)
+    run = keep_run(plan, runs=runs, job_id=job_id, backend="sbatch", script=script, cluster_file=None, submitted_at=now)
+    return Job(job_id, run)
+
+
+def test_ends_are_told_by_slurm_and_by_its_database(here: Path) -> None:
+    good, bad = submit("true"), submit("bash", "-c", "exit $((SLURM_PROCID == 4 ? 3 : 0))")
+    for job, state, status in ((good, "COMPLETED", 0), (bad, "FAILED", 3)):
+        wait(lambda job=job: job.state().is_final, here / f"lab-{job.id}.out")
+        assert (job.state().state, job.state().exit_status) == (state, status)
+        wait(lambda job=job: read_state(job.id, ask=forgetful).is_final, here / f"lab-{job.id}.out")
+        accounted = read_state(job.id, ask=forgetful)
+        assert (accounted.state, accounted.source, accounted.exit_status) == (state, "sacct", status)
+        assert [(c.job_id, c.nodes) for c in accounted.components] == [
+            (f"{job.id}+0", "gamma"), (f"{job.id}+1", "beta"), (f"{job.id}+2", "alpha"),
+        ]  # fmt: skip
+
+
+def test_a_cancelled_job(here: Path) -> None:
+    job = submit("sleep", "600")
+    wait(lambda: job.state().state == "RUNNING", here / f"lab-{job.id}.out")
+    subprocess.run(["scancel", job.id], check=True)
+    wait(lambda: job.state().is_final, here / f"lab-{job.id}.out")
+    assert job.state().state == "CANCELLED"
+    wait(lambda: read_state(job.id, ask=forgetful).is_final, here / f"lab-{job.id}.out")
+    assert read_state(job.id, ask=forgetful).state == "CANCELLED"
+
+
+def test_submitit_with_accounting(here: Path) -> None:
+    pytest.importorskip("submitit")
+    from submitit.core import utils
+
+    from ddp_slurm.backends.submitit import HetSlurmExecutor
+
+    executor = HetSlurmExecutor(here / "folder")
+    executor.update_parameters(time=5)
+    assert executor.submit(max, 1, 2).results() == [2] * 7
+    job = executor.submit(os._exit, 3)
+    with pytest.raises(utils.UncompletedJobError, match=r"is FAILED \(exit status [0-9]+, NonZeroExitCode\)"):
+        job.results()
