@@ -1,0 +1,63 @@
+"""The plug-in for Lightning and what its entry points do."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+UNEVEN = {
+    "RANK": "5", "LOCAL_RANK": "2", "WORLD_SIZE": "7", "LOCAL_WORLD_SIZE": "4", "NODE_RANK": "2", "GROUP_RANK": "2",
+    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "TORCHELASTIC_RUN_ID": "x", "DDP_SLURM_TASKS_PER_NODE": "1,2,4",
+}  # fmt: skip
+EVEN = {
+    **UNEVEN, "RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1",
+    "GROUP_RANK": "1", "DDP_SLURM_TASKS_PER_NODE": "2(x2)",
+}  # fmt: skip
+
+
+def python(code: str, environ: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    """In a process of its own: the plug-in changes Lightning's classes."""
+    kept = {name: value for name, value in os.environ.items() if name not in UNEVEN and not name.startswith("SLURM_")}
+    return subprocess.run([sys.executable, "-c", code], env={**kept, **environ}, capture_output=True, text=True)
+
+
+REPORT = """
+import lightning as L
+from ddp_slurm.lightning import DdpSlurmEnvironment
+e = DdpSlurmEnvironment()
+t = L.Trainer(accelerator="cpu", strategy="ddp", devices=1, num_nodes=3, plugins=[e], logger=False)
+s = t.strategy
+s._lightning_module = None
+print(e.world_size(), e.global_rank(), e.local_rank(), e.node_rank(), e.main_address, e.main_port, e.node_count,
+      e.planned_shares(70), s.distributed_sampler_kwargs, s.root_device, type(s.cluster_environment).__name__)
+e.validate_settings(1, 3)
+"""
+
+
+def test_in_an_uneven_world_the_launcher_counts() -> None:
+    done = python(REPORT, {**UNEVEN, "DDP_SLURM_SHARES": "4,5(x2),14(x4)"})
+    assert done.stdout.splitlines()[-1] == (
+        "7 5 2 2 127.0.0.1 29511 3 [4, 5, 5, 14, 14, 14, 14] {'num_replicas': 7, 'rank': 5} cpu DdpSlurmEnvironment"
+    ), done.stderr
+
+
+def test_in_an_even_world_lightnings_own_check_stays() -> None:
+    done = python(REPORT, EVEN)
+    assert "Trainer(devices=1, num_nodes=3) makes 3 ranks, the launcher started 4, 2 on this node" in done.stderr
+    assert "{'num_replicas': 3, 'rank': 2}" in done.stdout
+
+
+ALONE = """
+import lightning as L
+from lightning.pytorch.demos.boring_classes import BoringModel
+L.Trainer(accelerator="cpu", devices=1, max_steps=1, logger=False, enable_checkpointing=False).fit(BoringModel())
+print("trained")
+"""
+
+
+@pytest.mark.parametrize(("environ", "words"), [(UNEVEN, "the Trainer has 1 ranks, the launcher started 7"), ({}, "")])
+def test_a_trainer_that_would_train_alone_says_so(environ: dict[str, str], words: str) -> None:
+    done = python(ALONE, environ)
+    assert words in done.stderr
+    assert ("trained" in done.stdout) is not bool(environ)
