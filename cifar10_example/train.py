@@ -17,7 +17,6 @@ from ddp_slurm.training import Snapshot, Trainer, init_distributed
 from ddp_slurm.training.arguments import add_arguments, global_batch_size, number_of
 from ddp_slurm.training.data import ResidentImages, load_cifar10
 from ddp_slurm.training.models import resnet18, small_resnet, to_channels_last
-from ddp_slurm.training.records import open_recorder
 from ddp_slurm.training.report import say
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -62,7 +61,7 @@ with init_distributed() as world:
         precision=arguments.precision,
         clip_norm=arguments.clip_norm,
         snapshot=Snapshot(arguments.snapshot, world.control),
-        recorders=[open_recorder(arguments.metrics)] if arguments.metrics and world.rank == 0 else [],
+        metrics_path=arguments.metrics,
         seed=arguments.seed,
     )
     result = trainer.train()

@@ -14,7 +14,6 @@ from ddp_slurm.training import Snapshot, Trainer, init_distributed
 from ddp_slurm.training.arguments import add_arguments, global_batch_size, number_of
 from ddp_slurm.training.data import ResidentTensors, synthetic_classes
 from ddp_slurm.training.models import TinyMlp
-from ddp_slurm.training.records import open_recorder
 from ddp_slurm.training.report import say
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -31,7 +30,6 @@ with init_distributed() as world:
     model = TinyMlp().to(world.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=arguments.lr, momentum=0.9)
 
-    snapshot = Snapshot(arguments.snapshot, world.control)
     trainer = Trainer(
         world,
         model,
@@ -46,8 +44,8 @@ with init_distributed() as world:
         save_every_epochs=arguments.save_every,
         precision=arguments.precision,
         clip_norm=arguments.clip_norm,
-        snapshot=snapshot,
-        recorders=[open_recorder(arguments.metrics)] if arguments.metrics and world.rank == 0 else [],
+        snapshot=Snapshot(arguments.snapshot, world.control),
+        metrics_path=arguments.metrics,
         seed=arguments.seed,
     )
     result = trainer.train()

@@ -41,7 +41,8 @@ class CsvFile:
         kept: list[Record] = []
         if self.path.exists() and resumed_step:
             with open(self.path, newline="") as file:
-                kept = [row for row in csv.DictReader(file) if int(row["step"]) <= resumed_step]
+                kept = [row for row in csv.DictReader(file) if (row["step"] or "").isdigit()]
+                kept = [row for row in kept if int(row["step"]) <= resumed_step]
         _replace_text(self.path, ",".join(COLUMNS) + "\n")
         for row in kept:
             self(row)

@@ -22,7 +22,7 @@ from .gradients import has_sync_batchnorm, loss_weight, no_sample_loss, wrap_mod
 from .precision import choose_precision
 from .process_group import World
 from .progress import Progress
-from .records import Recorder
+from .records import Recorder, open_recorder
 from .report import print_rank_table, say
 from .run_state import load_run_state, run_state
 from .sampler import BalancedSampler, seed_of
@@ -56,7 +56,8 @@ class Trainer:
         clip_norm: the largest norm of the whole gradient.
         save_every_epochs, save_every_steps: when to write a snapshot; the end of the training always does.
         log_every_steps: how often to report; None is ten times an epoch.
-        recorders: get every record on rank 0, see ``records``; a function of the step resumed from makes them.
+        recorders: functions that get every record on rank 0, see ``records``.
+        metrics_path: a .jsonl or .csv file or a TensorBoard folder for the records, continued by a resumed run.
         seed: of the order of samples and of each rank's random generators.
         quiet: print nothing but warnings; the recorders still get everything.
     """
@@ -82,6 +83,7 @@ class Trainer:
         save_every_steps: int | None = None,
         log_every_steps: int | None = None,
         recorders: Sequence[Recorder] = (),
+        metrics_path: str | None = None,
         seed: int = 0,
         quiet: bool = False,
     ) -> None:
@@ -89,6 +91,7 @@ class Trainer:
         self.loss_function, self.train_data, self.eval_data = loss_function, train_data, eval_data
         self.total_epochs, self.clip_norm, self.seed = total_epochs, clip_norm, seed
         self.snapshot, self.recorders = snapshot, list(recorders)
+        self.metrics_path = metrics_path if world.rank == 0 else None
         self.speaks = world.rank == 0 and not quiet
         self.save_every_epochs, self.save_every_steps = save_every_epochs, save_every_steps
         self.precision = choose_precision(precision, world.ranks)
@@ -128,6 +131,8 @@ class Trainer:
     def train(self) -> Result:
         """Run to the end, or to a stop that a signal asked for. All ranks return the same."""
         self._resume()
+        if self.metrics_path is not None:
+            self.recorders.append(open_recorder(self.metrics_path, self.step))
         if self.speaks:
             print_rank_table(self.world.ranks, self.sampler.shares)
         self.model.train()

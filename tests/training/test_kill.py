@@ -1,5 +1,6 @@
 """Killed anywhere, a run goes on from its last whole snapshot and ends as if nothing had happened."""
 
+import contextlib
 import random
 import subprocess
 from collections import Counter
@@ -97,9 +98,9 @@ def test_a_full_disk_costs_the_steps_since_the_last_snapshot_only(tmp_path: Path
         with world(tmp_path / "killed", TASKS, train, Run(SHARES, path, kill=(1, 15))) as running:
             assert finish(running) is None  # rank 1 died after seven steps
         filler = disk / "filler"
-        with open(filler, "wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
-            while True:
-                file.write(bytes(4096))
+        with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
         with world(tmp_path / "full", TASKS, train, Run(SHARES, path)) as running:
             assert resumed_at(running) == 6
             assert all(status not in (0, None) for status in running.wait())

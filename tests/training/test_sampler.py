@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from ddp_slurm.training import BalanceError, BalancedIterable, BalancedSampler
+from ddp_slurm.training import BalancedIterable, BalancedSampler, BalanceError
 from ddp_slurm.training.sampler import seed_of
 
 shares = st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(any)

@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import runpy
 import signal
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,7 +19,19 @@ from torch.nn.functional import cross_entropy
 
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.rank_env import LaunchError
-from ddp_slurm.training import BalancedSampler, Snapshot, SnapshotError, init_distributed, loss_weight, no_sample_loss
+from ddp_slurm.training import (
+    BalancedSampler,
+    BatchNormStatistics,
+    Snapshot,
+    SnapshotError,
+    Trainer,
+    init_distributed,
+    loss_weight,
+    no_sample_loss,
+)
+from ddp_slurm.training.data import ResidentTensors
+from ddp_slurm.training.evaluation import evaluate
+from ddp_slurm.training.precision import Precision
 
 from .worlds import tell
 
@@ -197,3 +211,62 @@ def load_on_every_rank(pipe: Connection, folder: Path) -> tuple[str, Any]:
             return "state", Snapshot(folder / f"rank{world.rank}" / "snapshot.pt").load()
         except SnapshotError as error:
             return "fault", str(error)
+
+
+def averaged_statistics(pipe: Connection, counts: list[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """BatchNorm statistics that differ by rank: rank r has mean r, variance 10 r, r batches. Averaged; then own."""
+    with init_distributed() as world:
+        model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1), nn.BatchNorm1d(1, track_running_stats=False))
+        norm = model[0]
+        norm.running_mean.fill_(world.rank)
+        norm.running_var.fill_(10 * world.rank)
+        norm.num_batches_tracked.fill_(world.rank)
+        statistics = BatchNormStatistics(model)
+        statistics.count(counts[world.rank])
+        averaged = statistics.averaged()
+        own = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+        statistics.synchronize()
+        assert torch.equal(norm.running_mean, averaged["0.running_mean"])
+        assert statistics.samples == 0
+        return averaged, own
+
+
+def evaluated(pipe: Connection, samples: int, shares: list[int]) -> dict[str, float]:
+    with init_distributed() as world:
+        source = ResidentTensors(*make_data(samples, torch.float64), world.device)
+        model = make_model(torch.float64)
+        return evaluate(
+            model, source, cross_entropy, rank=world.rank, shares=shares, batch_size=4,
+            precision=Precision("fp32", "cpu"),
+        )  # fmt: skip
+
+
+class SleepyModel(nn.Module):
+    """Takes so many seconds a sample."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.layer, self.seconds = nn.Linear(FEATURES, CLASSES), seconds
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        time.sleep(self.seconds * len(inputs))
+        outputs: Tensor = self.layer(inputs)
+        return outputs
+
+
+def measured(pipe: Connection, seconds_per_sample: list[float], global_batch: int) -> list[int]:
+    with init_distributed() as world:
+        model = SleepyModel(seconds_per_sample[world.rank])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = flat(model.parameters())
+        trainer = Trainer(
+            world, model, optimizer, cross_entropy, ResidentTensors(*make_data(40, torch.float32), world.device),
+            global_batch=global_batch, total_epochs=1,
+        )  # fmt: skip
+        assert torch.equal(flat(model.parameters()), before)  # measuring trains nothing
+        return trainer.sampler.shares
+
+
+def example(pipe: Connection, script: Path, arguments: list[str]) -> None:
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")

@@ -19,7 +19,7 @@ def step_seconds(shares: list[int], costs: list[tuple[float, float]]) -> float:
 
 
 @given(st.integers(0, 12), costs, st.none() | st.integers(0, 12) | st.lists(st.integers(0, 12), min_size=4, max_size=4))
-def test_no_split_is_faster(batch: int, costs: list[tuple[float, float]], limit: None | int | list[int]) -> None:
+def test_no_split_is_faster(batch: int, costs: list[tuple[float, float]], limit: int | list[int] | None) -> None:
     limit = limit[: len(costs)] if isinstance(limit, list) else limit
     limits = [batch] * len(costs) if limit is None else [limit] * len(costs) if isinstance(limit, int) else limit
     choices = itertools.product(*[range(min(batch, most) + 1) for most in limits])
