@@ -52,6 +52,8 @@ if [[ ${SLURM_RESTART_COUNT:-0} -gt 3 ]]; then
 fi
 
 export PYTHONUNBUFFERED=1
+# As torchrun does: with a thread for every core of the node in each rank, the ranks only wait for each other.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export DDP_SLURM_WORLD_SIZE=7
 export DDP_SLURM_TASKS_PER_NODE=1,2,4
 export DDP_SLURM_GLOBAL_BATCH_SIZE=512

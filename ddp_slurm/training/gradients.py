@@ -52,7 +52,8 @@ def no_sample_loss(model: nn.Module) -> Tensor:
     # DDP prepares its reducer in its own forward, which calls the inner one: that one is replaced for this call.
     inner.forward = forward
     try:
-        loss = model()
+        # With device_ids DDP moves its inputs to the GPU, and needs one to move.
+        loss = model(next(inner.parameters()).detach())
     finally:
         del inner.forward
     assert isinstance(loss, Tensor)
