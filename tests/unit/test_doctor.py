@@ -170,6 +170,19 @@ def test_a_patch_level_alone_does_not_warn_of_pythons() -> None:
     assert doctor.exit_status(findings) == 0
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cgroup": ["tmpfs"], "cgroup_plugin": ["/usr/lib/slurm/cgroup_v1.so"]},
+        {"offset": ["400"]},  # the machine that asks has the wrong clock, not all of the others
+        {"slurm.config": replaced("(null)", "config_overrides")} | nodes_text("RealMemory=30000", "RealMemory=99000"),
+    ],
+    ids=["cgroup v1 without the v2 plugin", "the asking clock", "config_overrides"],
+)
+def test_what_looks_like_a_fault_and_is_none(changes: dict[str, object]) -> None:
+    assert [f for f in diagnose(snapshot(everywhere=changes)) if f.severity is not Severity.OK] == []
+
+
 def test_a_drain_by_an_administrator_is_a_warning_only() -> None:
     text = nodes_text("State=IDLE", "State=IDLE+DRAIN")["slurm.nodes"]
     reason = str(text).replace("Partitions=all", "Partitions=all Reason=new fan [ann@2026-01-01T00:00:00]", 2)

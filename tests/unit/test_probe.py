@@ -30,7 +30,7 @@ ROUTES = """Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\tMTU\t
 wlp2s0\t00000000\t0101A8C0\t0003\t0\t0\t600\t00000000\t0\t0\t0
 eno1\t0008A8C0\t00000000\t0001\t0\t0\t100\t00FFFFFF\t0\t0\t0
 wlp2s0\t0001A8C0\t00000000\t0001\t0\t0\t600\t00FFFFFF\t0\t0\t0
-ib0\t0008A8C0\t00000000\t0000\t0\t0\t100\tFFFFFFFF\t0\t0\t0"""
+ib0\t9808A8C0\t00000000\t0000\t0\t0\t100\tFFFFFFFF\t0\t0\t0"""
 
 
 def recorded(host: str, *, gpus: str = "", cpus: int = 4, **values: str) -> Facts:
@@ -72,6 +72,7 @@ def test_a_driver_too_old_for_a_field_and_a_failing_one() -> None:
     assert parse_gpus(shared)[0].memory_mib == 0
     mismatch = "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 550.54"
     assert parse_gpus({"nvidia-smi": [(18, mismatch)]}) == ()
+    assert parse_gpus({"nvidia-smi": [(15, NVIDIA_SMI)]}) == ()  # the rest of the table after a card was lost
 
 
 @pytest.mark.parametrize(
@@ -105,6 +106,7 @@ def test_types_are_short_and_never_shared_by_two_models() -> None:
         (["0 0", "0 1"], Topology(1, 2, 1)),
         (["0 0", "0 0", "1 0", "1 0"], Topology(2, 1, 2)),
         (["0 0", "0 0", "0 1", "0 1", "1 0", "1 0", "1 1", "1 1"], Topology(2, 2, 2)),
+        (["0 0", "0 1", "1 0"], None),
         (["0 0", "0 0", "0 1"], None),  # performance and efficiency cores
         ([], None),
     ],
@@ -118,6 +120,9 @@ def test_the_interface_is_the_longest_route_that_is_up() -> None:
     assert facts.interface_towards("192.168.8.152") == "eno1"
     assert facts.interface_towards("192.168.1.7") == "wlp2s0"
     assert facts.interface_towards("8.8.8.8") == "wlp2s0"
+    head, *rest = ROUTES.splitlines()
+    reverse = Facts(blocks={"routes": (Block(0, "\n".join([head, *rest[::-1]])),)})
+    assert reverse.interface_towards("192.168.8.152") == "eno1"
     assert facts.interface_towards("fd00::1") is None
     assert Facts().interface_towards("192.168.1.7") is None
 
