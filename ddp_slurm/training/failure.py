@@ -17,12 +17,18 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from ..errors import DdpSlurmError
 
 FOREVER = timedelta(days=365)
+FINISHED = "0 finished"
 LAST_WORDS_SECONDS = 2.0
 """How long rank 0, whose store carries the word, stays for the others to read it."""
 
 
-def tell_all(store: Store, world_size: int, rank: int, word: str) -> str | None:
-    """Give all other ranks the word that ends them; returns another rank's word where that was first, or None."""
+def tell_all(store: Store, world_size: int, rank: int, text: str, status: int = 1) -> str | None:
+    """Give all other ranks the word that ends them; returns another rank's word where that was first, or None.
+
+    A word is the exit status for all ranks, a space, and what happened: whichever rank a launcher looks at, it sees
+    the status of the failure and not of what followed from it.
+    """
+    word = f"{status} {text}"
     try:
         first: str = store.compare_set("first_failure", "", word).decode()
         if first != word:
@@ -62,14 +68,15 @@ class FailureWatch:
         if sys.excepthook == self._on_uncaught:
             sys.excepthook = self._previous_hook
         try:
-            self._store.set(f"word/{self._rank}", "finished")
+            self._store.set(f"word/{self._rank}", FINISHED)
         except RuntimeError:
             return  # rank 0 and its store are gone already; the thread sees that itself
         self._thread.join(timeout=10)
 
     def tell_exit(self, status: object) -> None:
         """``sys.exit`` with a bad status is a failure too, though no exception hook sees it."""
-        tell_all(self._store, self._world_size, self._rank, f"{self._place} exited with {status!r}")
+        number = status if isinstance(status, int) else 1
+        tell_all(self._store, self._world_size, self._rank, f"{self._place} exited with {status!r}", number)
         self._linger()
 
     def _wait_for_word(self) -> None:
@@ -77,25 +84,27 @@ class FailureWatch:
             self._waiting_store.wait([f"word/{self._rank}"], FOREVER)
             word = self._waiting_store.get(f"word/{self._rank}").decode()
         except RuntimeError:
-            word = "the host of rank 0 and its store are gone"
-        if self._ended or word == "finished":
+            word = "1 the host of rank 0 and its store are gone"
+        if self._ended or word == FINISHED:
             return
         self._leaving.acquire()
-        _last_words(f"{self._place}: ends, because {word}")
+        status, _, text = word.partition(" ")
+        _last_words(f"{self._place}: ends, because {text}")
         self._linger()
-        os._exit(1)
+        os._exit(int(status))
 
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """End this process at once: a process group with a collective under way cannot be closed in order."""
         self._leaving.acquire()
-        status, word = 1, f"{self._place} failed: {kind.__name__}: {error}"
-        report = "".join(traceback.format_exception(kind, error, trace)) + word
+        status, text = 1, f"{self._place} failed: {kind.__name__}: {error}"
+        report = "".join(traceback.format_exception(kind, error, trace)) + text
         if isinstance(error, DdpSlurmError):
-            status, word = error.exit_status, f"{self._place} failed: {error}"
-            report = word
-        first = tell_all(self._store, self._world_size, self._rank, word)
+            status, report = error.exit_status, f"{self._place} failed: {error}"
+            text = report
+        first = tell_all(self._store, self._world_size, self._rank, text, status)
         if first is not None:
-            status, report = 1, f"{self._place}: ends, because {first}"
+            word, _, text = first.partition(" ")
+            status, report = int(word), f"{self._place}: ends, because {text}"
         _last_words(report)
         self._linger()
         os._exit(status)

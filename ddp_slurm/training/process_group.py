@@ -171,7 +171,9 @@ def _meet(store: Store, env: RankEnv, own: RankFacts, rendezvous_seconds: float)
     if store.add(f"arrived/{env.rank}", 1) > 1:
         word = f"{own.place}: another process has this rank already; expected one process a rank"
         store.compare_set("verdict", "", json.dumps({"faults": [word]}))
-        tell_all(store, env.world_size, env.rank, word)  # the world may have met without this process
+        tell_all(
+            store, env.world_size, env.rank, word, LaunchError.exit_status
+        )  # the world may have met without this process
         raise LaunchError(word)
     store.set(f"facts/{env.rank}", json.dumps(facts_to_dict(own)))
     if env.rank == 0:

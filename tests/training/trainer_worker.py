@@ -163,14 +163,17 @@ def train(pipe: Connection, run: Run) -> Report:
             cross_entropy,
             data,
             ResidentTensors(*make_data(19, run.dtype), world.device),
-            global_batch=sum(run.shares),
-            shares=run.shares,
-            scheduler=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99),
-            snapshot=Snapshot(run.snapshot, world.control),
-            total_epochs=run.epochs,
-            save_every_steps=run.save_every_steps,
-            recorders=[records.append],
-            **{"precision": "fp32", **run.options},
+            **{
+                "global_batch": sum(run.shares),
+                "shares": run.shares,
+                "scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99),
+                "snapshot": Snapshot(run.snapshot, world.control),
+                "total_epochs": run.epochs,
+                "save_every_steps": run.save_every_steps,
+                "recorders": [records.append],
+                "precision": "fp32",
+                **run.options,
+            },
         )
         first_step = -1
 

@@ -197,6 +197,11 @@ def fail_without_collective(pipe: Connection) -> None:
         threading.Event().wait(600)
 
 
+def meet_and_stay(pipe: Connection) -> None:
+    with init_distributed():
+        threading.Event().wait(600)
+
+
 def place(pipe: Connection) -> tuple[int, str, int, list[str], list[int]]:
     with init_distributed() as world:
         total = torch.ones(1)
