@@ -55,7 +55,7 @@ class Trainer:
         precision: ``auto``, ``fp32``, ``fp16`` or ``bf16``, see ``precision``.
         clip_norm: the largest norm of the whole gradient.
         save_every_epochs, save_every_steps: when to write a snapshot; the end of the training always does.
-        log_every_steps: how often to report; None is ten times an epoch.
+        log_every_steps: how often to report; None is ten times an epoch, but not before 20 steps. Its end always is.
         recorders: functions that get every record on rank 0, see ``records``.
         metrics_path: a .jsonl or .csv file or a TensorBoard folder for the records, continued by a resumed run.
         seed: of the order of samples and of each rank's random generators.
@@ -109,7 +109,7 @@ class Trainer:
             raise BalanceError("the training data hold no sample")
         self.micro_batch = micro_batch or global_batch
         self.sampler = BalancedSampler(len(train_data), shares, world.rank, seed=seed)
-        self.log_every_steps = log_every_steps or max(1, len(self.sampler) // 10)
+        self.log_every_steps = log_every_steps or max(20, len(self.sampler) // 10)
         self.batchnorm = BatchNormStatistics(model)
         self.syncs_batchnorm = has_sync_batchnorm(model)
         self.model: nn.Module = model
