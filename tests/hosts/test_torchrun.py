@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ddp_slurm.lab import network
+
 from .conftest import Hosts
 
 MakeHosts = Callable[..., Hosts]
@@ -18,7 +20,9 @@ TRAIN = str(Path(__file__).parents[2] / "synthetic_data_example" / "train.py")
 
 
 def submit(hosts: Hosts, cluster: Path, *words: str) -> list[str]:
-    return [sys.executable, "-m", "ddp_slurm.submit", "--backend", "torchrun", "--cluster", str(cluster), *words]
+    # torchrun leaves a folder for logs behind
+    fixed = ["--backend", "torchrun", "--cluster", str(cluster), "--env", f"TMPDIR={hosts.folder}"]
+    return [sys.executable, "-m", "ddp_slurm.submit", *fixed, *words]
 
 
 @pytest.mark.parametrize("gpus", [{"gamma": 1, "beta": 2}, {"alpha": 4, "beta": 2, "gamma": 1}])
@@ -94,7 +98,7 @@ def wait_until_both_run(process: "subprocess.Popen[str]") -> list[str]:
 
 
 def wait_until_nothing_runs(hosts: Hosts) -> None:
-    give_up = time.monotonic() + 60
+    give_up = time.monotonic() + 120
     while left := hosts.processes("alpha") + hosts.processes("beta"):
         assert time.monotonic() < give_up, left
         time.sleep(0.05)
@@ -175,3 +179,14 @@ def test_a_machine_that_dies_in_the_middle_of_a_training_is_done_without(make_ho
     assert "restart 1 of 1: 1 ranks on 1 nodes" in output
     assert re.search(r"resumed from \S*snapshot.pt: epoch", output), output
     assert "finished: step 640," in output  # 40 epochs of 1024 / 64 steps, whoever made them
+
+
+def test_a_pulled_cable_ends_the_run_on_both_sides(two_hosts: Callable[[str], tuple[Hosts, list[str]]]) -> None:
+    hosts, command = two_hosts("echo running; sleep 1000")
+    process = subprocess.Popen(command, env=hosts.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_until_both_run(process)
+    network.plug(hosts.switch, int(hosts.addresses["beta"].rpartition(".")[2]), up=False)
+    output = process.communicate()[0]
+    assert process.returncode == 255, output
+    assert "torchrun on beta exited with 255" in output
+    wait_until_nothing_runs(hosts)  # beta saw nothing of it; it misses the sign of life

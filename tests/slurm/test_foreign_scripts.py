@@ -22,7 +22,6 @@ nodes:
   - {name: alpha, gpus: {type: a100, count: 4}}
 """
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-ENVIRON = {"OMP_NUM_THREADS": "1"}
 LIMIT = "--time=10"  # minutes: seven times "import lightning" is slow on a busy machine
 pytestmark = pytest.mark.timeout(900)
 
@@ -34,6 +33,10 @@ def script(tmp_path: Path, **options: object) -> str:
     return render_sbatch(
         make_plan(Cluster.load(file), JobOptions.model_validate({"python": sys.executable, **options}))
     )
+
+
+def environ(tmp_path: Path) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}  # torchrun leaves a folder for logs behind
 
 
 def results(output: str) -> dict[int, str]:
@@ -57,7 +60,7 @@ def test_every_rank_is_in_one_world(
 ) -> None:
     through = ["-m", "ddp_slurm.run"] if launcher == "srun" else []
     command = ["python", *through, str(SCRIPTS / words[0]), *words[1:]]
-    job = run_job(live_lab, script(tmp_path, command=command, launcher=launcher), LIMIT, env=ENVIRON)
+    job = run_job(live_lab, script(tmp_path, command=command, launcher=launcher), LIMIT, env=environ(tmp_path))
     found = results(job.output)
     assert job.state == "COMPLETED", job.output
     assert sorted(found) == list(range(7)), job.output
@@ -74,7 +77,7 @@ def test_lightnings_own_slurm_environment_fails_there(live_lab: Lab, run_job: Ru
         live_lab,
         script(tmp_path, command=["python", str(SCRIPTS / "lightning_script.py"), "auto", "3"]),
         LIMIT,
-        env=ENVIRON,
+        env=environ(tmp_path),
     )
     assert job.state == "FAILED"
     assert not results(job.output)
@@ -91,7 +94,7 @@ def test_torchrun_starts_all_nodes_again_when_one_rank_fails(
         launcher="torchrun",
         max_restarts=restarts,
     )
-    job = run_job(live_lab, text, LIMIT, env=ENVIRON)
+    job = run_job(live_lab, text, LIMIT, env=environ(tmp_path))
     assert "rank 5 fails" in job.output
     if restarts:
         assert results(job.output) == dict.fromkeys(range(7), "attempt=2 total=49"), job.output

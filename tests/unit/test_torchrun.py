@@ -101,6 +101,22 @@ def test_every_word_arrives_through_the_line(stubs: Stubs, tmp_path: Path, hosti
     assert not list(tmp_path.rglob("made"))
 
 
+@pytest.mark.parametrize("word", [word for word in HOSTILE if word])
+def test_the_environment_of_the_node_is_entered(stubs: Stubs, tmp_path: Path, word: str) -> None:
+    folder = tmp_path / f"v {word}"
+    (folder / "bin").mkdir(parents=True)
+    shutil.copy(stubs.add("python"), folder / "bin" / "python")
+    conda = stubs.bin / "conda"
+    conda.write_text(f"#!/bin/bash\necho 'conda() {{ printf %s \"$2\" >{tmp_path}/activated; }}'\n")
+    conda.chmod(0o755)
+    stubs.environ["CONDA_EXE"] = str(conda)
+    assert bash(render_torchrun(plan_of(venv=str(folder)), "/", "p")[0].line, stubs, tmp_path).returncode == 0
+    assert stubs.calls()[0][2]["VIRTUAL_ENV"] == str(folder)
+    assert bash(render_torchrun(plan_of(conda_env=word), "/", "p")[0].line, stubs, tmp_path).returncode == 0
+    assert (tmp_path / "activated").read_text() == word
+    assert len(stubs.calls()) == 2
+
+
 def test_every_word_arrives_through_the_ssh_client_and_the_remote_shell(
     stubs: Stubs, tmp_path: Path, hostile_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
