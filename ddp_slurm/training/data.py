@@ -122,14 +122,8 @@ class DatasetSource:
 
     def batches(self, order: Tensor, spans: Sequence[Span], epoch: int) -> Iterator[Batch]:
         filled = [order[start:stop].tolist() for start, stop in spans if stop > start]
-        loader = iter(
-            DataLoader(
-                self.dataset,
-                batch_sampler=filled,
-                num_workers=self.workers,
-                pin_memory=self.device.type == "cuda",
-            )
-        )
+        pinned = self.device.type == "cuda"
+        loader = iter(DataLoader(self.dataset, batch_sampler=filled, num_workers=self.workers, pin_memory=pinned))
         for start, stop in spans:
             inputs, targets = next(loader) if stop > start else self._empty()
             yield inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)

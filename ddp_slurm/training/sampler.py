@@ -26,7 +26,7 @@ class BalancedSampler(Sampler[list[int]]):
     The epoch's order depends on ``seed`` and epoch only. Step k takes the order's samples k*B to (k+1)*B, with B the
     sum of ``shares``; each rank takes its share of them, one after another in rank order. The last, incomplete global
     batch is shared out in proportion, so every rank makes the same number of steps; in it, as with a share of 0, a
-    rank may get an empty list.
+    rank may get an empty list: give the DataLoader ``collate_fn=sampler.collate`` then, and see ``no_sample_loss``.
 
     Args:
         data: a data set, or its length.
@@ -46,6 +46,7 @@ class BalancedSampler(Sampler[list[int]]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
+        self._data: Any = data
         self.length = data if isinstance(data, int) else len(data)
         self.shares = list(shares)
         self.rank = dist.get_rank() if rank is None else rank
@@ -96,11 +97,23 @@ class BalancedSampler(Sampler[list[int]]):
         """The factor for this rank's mean loss in a step, see ``gradients``."""
         return loss_weight(self.rank_samples(step)[self.rank], self.global_samples(step), len(self.shares))
 
+    def collate(self, samples: list[Any]) -> Any:
+        """The DataLoader's usual batch of samples; for no samples, tensors of length 0 in the form of a batch."""
+        return default_collate(samples) if samples else _emptied(default_collate([self._data[0]]))
+
     def __iter__(self) -> Iterator[list[int]]:
         order = self.order()
         for step in range(len(self)):
             start, stop = self.span(step)
             yield order[start:stop].tolist()
+
+
+def _emptied(batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return {key: _emptied(value) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [_emptied(value) for value in batch]
+    return batch[:0]
 
 
 class BalancedIterable(IterableDataset[tuple[Any, int, int]]):

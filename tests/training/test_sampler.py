@@ -149,3 +149,12 @@ def test_a_data_loader_takes_it_as_batch_sampler() -> None:
         [130, 140, 150],
         [170, 180, 190],
     ]
+
+
+def test_a_rank_without_samples_gets_an_empty_batch_from_the_loader() -> None:
+    data = [{"x": torch.full((3,), float(i)), "y": (i, torch.tensor(i))} for i in range(9)]
+    sampler = BalancedSampler(data, [1, 7], 0, shuffle=False)  # the ninth sample goes to rank 1
+    whole, empty = DataLoader(data, batch_sampler=sampler, collate_fn=sampler.collate)
+    assert whole["x"].tolist() == [[0.0] * 3]
+    assert empty["x"].shape == (0, 3)
+    assert [len(part) for part in empty["y"]] == [0, 0]
