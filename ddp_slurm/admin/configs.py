@@ -89,6 +89,9 @@ def render_configs(
     nodes = _node_lines(cluster, settings)
     controller = settings.controller or cluster.controller_name
     addresses = {node.name: node.address for node in cluster.nodes} | dict(settings.addresses)
+    ipv6 = any(":" in (address or "") for address in addresses.values())
+    # Without its configuration slurmd of 22.05 knows nothing of IPv6 and cannot fetch it that way; 24.11 can.
+    configless = lab is None and not (ipv6 and release < "24.11")
     values = {
         "release": release,
         "known": known,
@@ -96,11 +99,12 @@ def render_configs(
         "cluster_name": cluster.name.lower(),
         "controller": controller,
         "controller_address": settings.controller_address or addresses.get(controller),
+        "ipv6": ipv6,
         "memory_percent": PROBED_MEMORY_PERCENT,
         "scheduler_parameters": ("bf_hetjob_immediate", "whole_hetjob", *settings.scheduler_parameters),
         "slurmctld_parameters": [
             parameter
-            for parameter, wanted in (("enable_configless", lab is None), ("node_reg_mem_percent=95", True))
+            for parameter, wanted in (("enable_configless", configless), ("node_reg_mem_percent=95", True))
             if wanted and f"SlurmctldParameters={parameter.partition('=')[0]}" in known
         ],
         "def_mem_per_cpu": min(node["real_memory_mb"] // node["cpus"] for node in nodes) or 1,

@@ -16,6 +16,7 @@ DEFAULT_RELEASE = "22.05"
 INTRODUCED = {
     "20.11": """
         AccountingStorageHost AccountingStorageTRES AccountingStorageType AuthInfo AuthType ClusterName
+        CommunicationParameters=EnableIPv6 CommunicationParameters
         DefMemPerCPU GresTypes HealthCheckInterval HealthCheckNodeState HealthCheckProgram JobAcctGatherType
         JobCompLoc JobCompType MailProg MpiDefault NodeName PartitionName PluginDir ProctrackType
         PropagateResourceLimitsExcept ReturnToService SchedulerParameters SchedulerType SelectType
@@ -53,9 +54,7 @@ def slurm_release(version: str) -> str:
     """
     match = re.fullmatch(r"(?:slurm(?:-wlm)? )?([0-9]{2}\.[0-9]{2})(?:[.-][0-9A-Za-z.~+-]*)?", version)
     if not match:
-        raise SlurmReleaseError(
-            f"{version!r} is not a Slurm version, such as 22.05 or 22.05.8 ('slurmd -V' shows it)"
-        )
+        raise SlurmReleaseError(f"{version!r} is not a Slurm version, such as 22.05 or 22.05.8 ('slurmd -V' shows it)")
     release = match[1]
     if release < RELEASES[0]:
         raise SlurmReleaseError(

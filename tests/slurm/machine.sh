@@ -71,6 +71,7 @@ database() { # MariaDB as the guide and slurmdbd.conf say; its settings are thos
     inside chown slurm: /etc/slurm/slurmdbd.conf
     inside mariadb-install-db --user=mysql --auth-root-authentication-method=socket >/dev/null
     inside mariadbd --user=mysql --skip-networking --innodb-buffer-pool-size=4G --innodb-lock-wait-timeout=900 \
+        --innodb-flush-log-at-trx-commit=0 --skip-log-bin --innodb-doublewrite=0 \
         >"$out/mariadb.txt" 2>&1 &
     wait_until 60 inside mariadb -e 'SELECT 1'
     sed -n "s/^# *\(CREATE DATABASE.*\)/\1/p" "$root/etc/slurm/slurmdbd.conf" | inside mariadb

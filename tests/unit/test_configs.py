@@ -152,6 +152,18 @@ def test_nodes(cluster: Cluster) -> None:
     assert (by_weight[0], by_weight[-1]) == ("login", "alpha")
 
 
+def test_ipv6(cluster: Cluster, load: Callable[[str], Cluster]) -> None:
+    old, new = (
+        render_configs(load(CLUSTER.replace("192.168.8.151", '"fd00::5"')), slurm_version=release)["slurm.conf"]
+        for release in ("22.05", "24.11")
+    )
+    assert nodes_of(old)["beta"]["NodeAddr"] == "fd00::5"
+    assert option(old, "CommunicationParameters") == option(new, "CommunicationParameters") == "EnableIPv6"
+    assert "enable_configless" in option(new, "SlurmctldParameters")
+    assert "enable_configless" not in option(old, "SlurmctldParameters")
+    assert "CommunicationParameters" not in render_configs(cluster)["slurm.conf"]
+
+
 def test_weights_keep_the_big_cards_for_last(load: Callable[[str], Cluster]) -> None:
     def order(*nodes: str) -> list[str]:
         items = "".join(f"  - {{cpus: 8, memory: 8G, {node}}}\n" for node in nodes)
