@@ -238,11 +238,6 @@ class JobOptions(Schema):
             raise OptionsError(f"--container-network is docker's; {self.container.engine} uses the nodes' own network")
         if self.container is not None and (self.conda_env or self.venv):
             raise OptionsError("--conda-env and --venv are the node's; a container has its own Python: give --python")
-        if self.launcher == "torchrun" and self.signal_seconds is not None:
-            raise OptionsError(
-                "--signal-seconds does not go with --launcher torchrun: the signal ends torchrun itself, and the ranks "
-                "with it, before they can save a snapshot; use --launcher srun"
-            )
         if self.signal_seconds is not None and self.time is None:
             raise OptionsError("--signal-seconds needs --time, the limit that it comes before")
 

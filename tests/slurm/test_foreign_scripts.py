@@ -1,7 +1,10 @@
 """Scripts that know nothing of ddp_slurm, on 4, 2 and 1 ranks of a live Slurm."""
 
+import os
 import re
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,3 +102,21 @@ def test_torchrun_starts_all_nodes_again_when_one_rank_fails(
     if restarts:
         assert results(job.output) == dict.fromkeys(range(7), "attempt=2 total=49"), job.output
     assert job.state == ("COMPLETED" if restarts else "FAILED"), job.output
+
+
+def test_the_signal_before_the_time_limit_reaches_the_ranks_under_torchrun(live_lab: Lab, tmp_path: Path) -> None:
+    text = script(
+        tmp_path, command=["python", str(SCRIPTS / "stops_when_asked.py"), str(tmp_path)], launcher="torchrun",
+        time="10", signal_seconds=60, output=str(tmp_path / "log"),
+    )  # fmt: skip
+    environ_ = {**os.environ, **environ(tmp_path)}
+    submitted = live_lab.run(
+        ["sbatch", "--parsable"], input=text, env=environ_, stdout=subprocess.PIPE, text=True, check=True
+    )
+    job_id = submitted.stdout.strip()
+    while len(list(tmp_path.glob("running*"))) < 7:
+        time.sleep(0.05)
+    live_lab.run(["scancel", "--signal=USR2", job_id], check=True)
+    while "stopped before the time limit with a snapshot" not in (log := (tmp_path / "log").read_text()):
+        time.sleep(0.05)
+    assert sorted(re.findall(r"rank (\d) stops", log)) == list("0123456")

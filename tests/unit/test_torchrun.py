@@ -304,7 +304,6 @@ def test_what_is_refused_at_load(options: dict[str, object], words: str) -> None
         ({"mount": ["/a"]}, "need --container"),
         ({"container": "pyxis:x", "container-network": "n"}, "is docker's"),
         ({"container": "docker:x", "venv": "/v"}, "its own Python"),
-        ({"launcher": "torchrun", "time": "5", "signal-seconds": "60"}, "--launcher torchrun"),
     ],
 )
 def test_what_does_not_go_together(options: dict[str, object], words: str) -> None:

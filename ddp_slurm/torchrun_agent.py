@@ -1,0 +1,27 @@
+"""``python -m ddp_slurm.torchrun_agent``: torchrun that passes SIGUSR2 on to its ranks, where it would die of it.
+
+Slurm sends the signal that comes before the time limit to the step; the ranks save a snapshot and stop, torchrun then
+ends with them as usual.
+"""
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+from types import FrameType
+
+
+def pass_on(signum: int, frame: FrameType | None) -> None:
+    """Send the signal to all children. A rank that Slurm reached as well is asked twice, which does no harm."""
+    for children in Path("/proc/self/task").glob("*/children"):
+        for pid in children.read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signum)
+
+
+if __name__ == "__main__":
+    # a handler is not inherited by the ranks, as "ignore" would be
+    signal.signal(signal.SIGUSR2, pass_on)
+    from torch.distributed.run import main
+
+    main()
