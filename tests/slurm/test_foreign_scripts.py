@@ -120,3 +120,4 @@ def test_the_signal_before_the_time_limit_reaches_the_ranks_under_torchrun(live_
     while "stopped before the time limit with a snapshot" not in (log := (tmp_path / "log").read_text()):
         time.sleep(0.05)
     assert sorted(re.findall(r"rank (\d) stops", log)) == list("0123456")
+    assert "User defined signal" not in log, "torchrun died of it, and Slurm kills the ranks then"
