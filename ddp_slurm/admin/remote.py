@@ -166,7 +166,7 @@ def destination(node: Node) -> str:
 
 def _cause(stderr: str) -> str:
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    cause = lines[-1] if lines else "ssh said nothing"
+    cause = lines[-1] if lines else "the connection broke off"
     if "Host key verification failed" in stderr:
         return f"{cause} Log in once by hand to see and accept the node's key"
     if "Permission denied" in stderr:
