@@ -41,6 +41,21 @@ def tell_all(store: Store, world_size: int, rank: int, text: str, status: int = 
     return None
 
 
+def print_faults_plainly(place: str) -> None:
+    """From now on an uncaught DdpSlurmError is its text and its exit status, without a traceback."""
+    previous = sys.excepthook
+
+    def on_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, DdpSlurmError):
+            previous(kind, error, trace)
+            return
+        text = str(error)
+        _last_words(text if text.startswith(place) else f"{place} failed: {text}")
+        os._exit(error.exit_status)  # a hook cannot change the status in another way
+
+    sys.excepthook = on_uncaught
+
+
 class FailureWatch:
     """Tells the other ranks of an uncaught exception here, and ends this process when another rank tells.
 

@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from ..balance import planned_shares
 from ..rank_env import LaunchError, RankEnv
-from .failure import FailureWatch, tell_all
+from .failure import FailureWatch, print_faults_plainly, tell_all
 from .startup_check import (
     RankFacts,
     check_launch,
@@ -23,6 +23,7 @@ from .startup_check import (
     facts_to_dict,
     find_faults,
     gather_own_facts,
+    node_name,
 )
 
 
@@ -107,7 +108,9 @@ def init_distributed(
     Raises LaunchError on every rank, with rank, host, expected and found, for a world that is not the planned one.
     """
     started = time.monotonic()
+    print_faults_plainly(f"process {os.getpid()} on {node_name()}")
     env = RankEnv.from_environ()
+    print_faults_plainly(f"rank {env.rank} on {node_name()}")
     check_launch(env)
     own = gather_own_facts(env)
     use_gpu = own.visible_gpus > 0 and backend != "gloo"

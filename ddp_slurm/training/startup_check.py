@@ -56,7 +56,7 @@ def gather_own_facts(env: RankEnv, environ: Mapping[str, str] = os.environ) -> R
         node_rank=env.node_rank,
         world_size=env.world_size,
         host=host,
-        node_name=environ.get("SLURMD_NODENAME", host),
+        node_name=node_name(environ),
         host_address=address_of(host),
         visible_gpus=visible,
         device_index=env.device_index,
@@ -65,6 +65,11 @@ def gather_own_facts(env: RankEnv, environ: Mapping[str, str] = os.environ) -> R
         compute_capability=capability,
         socket_interface=environ.get("GLOO_SOCKET_IFNAME", ""),
     )
+
+
+def node_name(environ: Mapping[str, str] = os.environ) -> str:
+    """The name that the plan and Slurm have for this host."""
+    return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def address_of(host: str) -> str:
@@ -84,7 +89,7 @@ def is_loopback(address: str) -> bool:
 
 def check_launch(env: RankEnv, environ: Mapping[str, str] = os.environ) -> None:
     """What a rank can see wrong alone, before it looks for the others. Raises LaunchError."""
-    place = f"rank {env.rank} on {environ.get('SLURMD_NODENAME', socket.gethostname())}"
+    place = f"rank {env.rank} on {node_name(environ)}"
     expected = environ.get("DDP_SLURM_WORLD_SIZE")
     if expected is not None and expected != str(env.world_size):
         raise LaunchError(

@@ -137,6 +137,14 @@ def test_an_unplanned_world_fails_on_every_rank(tmp_path: Path, environ: dict[st
         assert expected in text
 
 
+def test_an_unplanned_world_ends_with_status_2_and_no_traceback(tmp_path: Path) -> None:
+    for number, environ in enumerate([{"DDP_SLURM_TASKS_PER_NODE": "2,1"}, {"LOCAL_RANK": "one"}]):
+        with world(tmp_path / str(number), (1, 2), place, environ=environ) as running:
+            assert running.wait(PATIENCE_SECONDS) == [2, 2, 2]
+            assert all("Traceback" not in running.log(rank) for rank in range(3))
+            assert all(" failed: " in running.log(rank) for rank in range(3))
+
+
 def test_a_missing_rank_is_named_on_all_others(tmp_path: Path) -> None:
     def of_five(rank: int, variables: dict[str, str]) -> dict[str, str]:
         return {**variables, "WORLD_SIZE": "5", "SLURMD_NODENAME": f"host{rank}"}
