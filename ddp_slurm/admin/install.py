@@ -8,7 +8,7 @@ import base64
 import secrets
 import shlex
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from ipaddress import ip_address
@@ -113,16 +113,20 @@ def install(
     """Run the steps, each on all nodes at once, and stop after the first that fails anywhere.
 
     ``nodes`` and ``steps`` narrow it; steps of the controller are left out where it is not among the nodes. Raises
-    InstallError when a step fails, when a node cannot be reached, or when the nodes would get different releases.
+    InstallError when a step fails, when one of ``nodes`` or the controller cannot be reached, or when the nodes would
+    get different releases.
     """
     wanted = chosen_nodes(cluster, nodes)
     plan = chosen_steps(steps)
     settings = _common_settings(cluster, dry_run=dry_run)
-    before = _look(cluster, settings, runner)
+    needed = {node.name for node in wanted} | {cluster.controller_name}
+    before, absent = _look(cluster, needed, settings, runner)
+    outcomes = [Outcome("before", name, "skipped", (cause,)) for name, cause in absent.items()]
+    for outcome in outcomes:
+        report(outcome)
     version = _one_release(before, dry_run=dry_run)
     settings |= _settings_of_ids(cluster, before) | _settings_of_configs(cluster, version)
     settings["MUNGE_KEY"] = before[cluster.controller_name].munge_key or _new_munge_key()
-    outcomes: list[Outcome] = []
     for step in plan:
         here = [n for n in wanted if not step.on_controller_only or n.name == cluster.controller_name]
         for outcome in _run_step(step, here, settings, dry_run=dry_run, runner=runner):
@@ -135,20 +139,26 @@ def install(
     return outcomes
 
 
-def _look(cluster: Cluster, settings: Mapping[str, str], runner: Runner) -> dict[str, _Before]:
-    """Ask every node of the cluster, also those that nothing is done on: ids and releases must agree on all."""
+def _look(
+    cluster: Cluster, needed: Collection[str], settings: Mapping[str, str], runner: Runner
+) -> tuple[dict[str, _Before], dict[str, str]]:
+    """Ask every node, also those that nothing is done on: ids and releases must agree on all.
+
+    Returns what they told, and the cause for each one that did not answer. Raises InstallError for a ``needed`` one.
+    """
 
     def ask(node: Node) -> Result:
         is_controller = node.name == cluster.controller_name
         return _run_shell(node, "before", {**settings, "ASK_KEY": "yes" if is_controller else "no"}, "", runner)
 
     answers = on_all(cluster.nodes, ask)
-    faults = [str(answer) for answer in answers.values() if isinstance(answer, RemoteError)]
     results = {name: answer for name, answer in answers.items() if isinstance(answer, Result)}
-    faults += [f"{name}: {_last_words(result.stderr)}" for name, result in results.items() if result.returncode != 0]
+    absent = {name: str(answer) for name, answer in answers.items() if isinstance(answer, RemoteError)}
+    absent |= {name: f"{name}: {_last_words(r.stderr)}" for name, r in results.items() if r.returncode != 0}
+    faults = [cause for name, cause in absent.items() if name in needed]
     if faults:
         raise InstallError("\n".join(faults))
-    return {name: _told_before(result.stdout) for name, result in results.items()}
+    return {name: _told_before(r.stdout) for name, r in results.items() if name not in absent}, absent
 
 
 def _told_before(stdout: str) -> _Before:

@@ -70,6 +70,24 @@ def test_a_part_of_the_steps_and_nodes() -> None:
         install(CLUSTER, nodes=["gama"], runner=nodes)
 
 
+def test_a_node_that_is_off_stops_only_what_needs_it() -> None:
+    class WithoutLogin(Nodes):
+        def __call__(self, node: Node, *words: object, **named: object) -> Result:
+            if node.name == "login":
+                raise RemoteError("login: cannot be reached")
+            return super().__call__(node, *words, **named)  # type: ignore[arg-type]
+
+    nodes = WithoutLogin()
+    outcomes = install(CLUSTER, nodes=["gamma"], steps=["hosts"], runner=nodes)
+    assert outcomes == [
+        Outcome("before", "login", "skipped", ("login: cannot be reached",)), Outcome("hosts", "gamma", "ok"),
+    ]  # fmt: skip
+    nodes.ran.clear()
+    with pytest.raises(InstallError, match="login: cannot be reached"):
+        install(CLUSTER, runner=nodes)
+    assert nodes.ran == []
+
+
 def test_the_key_is_made_once_and_travels_on_standard_input_to_its_step_alone() -> None:
     nodes = Nodes()
     install(CLUSTER, runner=nodes)
