@@ -81,7 +81,8 @@ def install(
     """
     from ..cluster import Cluster
     from ..console import say
-    from .install import Outcome, ansible_inventory
+    from .ansible import ansible_inventory
+    from .install import Outcome
     from .install import install as run_steps
 
     checked = Cluster.load(cluster)

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from importlib import resources
 from ipaddress import ip_address
 
-import yaml
-
 from ..cluster import Cluster, Node
 from ..errors import DdpSlurmError, did_you_mean
 from .configs import render_configs
@@ -308,30 +306,3 @@ def step_script(name: str, settings: Mapping[str, str], call: str = "run_step") 
 def _last_words(text: str, lines: int = 4) -> str:
     said = [line.strip() for line in text.splitlines() if line.strip()]
     return " | ".join(said[-lines:]) or "it said nothing"
-
-
-def ansible_inventory(cluster: Cluster) -> str:
-    """The nodes as an Ansible inventory in YAML: groups slurm_controller, slurm_nodes and gpu_nodes, how to reach them.
-
-    Source of the names: Ansible's user guide, "How to build your inventory".
-    """
-    hosts = {}
-    for node in cluster.nodes:
-        about: dict[str, object] = {"ansible_host": node.address or node.name}
-        if node.ssh.user:
-            about["ansible_user"] = node.ssh.user
-        if node.ssh.port:
-            about["ansible_port"] = node.ssh.port
-        if node.ssh.identity:
-            about["ansible_ssh_private_key_file"] = node.ssh.identity
-        known = {"slurm_gres": node.gres, "slurm_cpus": node.cpus, "slurm_memory_mb": node.memory_mb}
-        hosts[node.name] = about | {key: value for key, value in known.items() if value}
-    groups: dict[str, dict[str, dict[str, dict[str, object]]]] = {
-        "slurm_controller": {"hosts": {cluster.controller_name: {}}},
-        "slurm_nodes": {"hosts": {node.name: {} for node in cluster.nodes}},
-        "gpu_nodes": {"hosts": {node.name: {} for node in cluster.nodes if node.gpus}},
-    }
-    text: str = yaml.safe_dump(
-        {"all": {"vars": {"slurm_cluster_name": cluster.name}, "hosts": hosts, "children": groups}}, sort_keys=False
-    )
-    return text

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from ddp_slurm.admin import install as installer
-from ddp_slurm.admin.install import STEPS, InstallError, Outcome, ansible_inventory, first_job, install, step_script
+from ddp_slurm.admin.ansible import ansible_inventory
+from ddp_slurm.admin.install import STEPS, InstallError, Outcome, first_job, install, step_script
 from ddp_slurm.admin.remote import RemoteError, Result
 from ddp_slurm.cluster import Cluster, GpuModel, Node, Ssh
 

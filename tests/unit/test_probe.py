@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from ddp_slurm.admin import probe as probing
+from ddp_slurm.admin.cluster_yaml import cluster_yaml
 from ddp_slurm.admin.facts import Block, Facts, Topology, gather, parse_facts
 from ddp_slurm.admin.gpus import gres_types, parse_gpus
-from ddp_slurm.admin.probe import ProbeError, cluster_yaml, nodes_of_arguments, probed_cluster
+from ddp_slurm.admin.probe import ProbeError, nodes_of_arguments, probed_cluster
 from ddp_slurm.admin.remote import RemoteError, Result
 from ddp_slurm.cluster import Cluster, ClusterError, GpuModel, Node, Ssh
 
