@@ -94,7 +94,6 @@ def main() -> None:
         batch = arguments.batch_size or (512 if gpu else 32)
         steps = arguments.steps or (60 if gpu else 6)
         global_batch = batch * world.world_size
-        torch.backends.cudnn.benchmark = True
         torch.manual_seed(0)
         samples = global_batch * steps
         images = torch.randint(0, 256, (samples, 32, 32, 3), dtype=torch.uint8)

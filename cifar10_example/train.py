@@ -42,7 +42,7 @@ with init_distributed() as world:
         momentum=0.9,
         nesterov=True,
         weight_decay=arguments.weight_decay,
-        fused=world.device.type == "cuda",  # one kernel for all parameters: small images leave the GPU waiting for the CPU
+        fused=world.device.type == "cuda",  # one kernel for all parameters: here the GPU waits for the CPU
     )
     # The same global batch on any number of ranks, so the learning rate holds for all of them.
     global_batch = global_batch_size(arguments, world, default=512)
