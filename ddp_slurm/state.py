@@ -240,9 +240,13 @@ def parse_exit_marker(text: str) -> ComponentState | None:
 
 def active_states(job_ids: Iterable[str], ask: Ask = ask) -> dict[str, JobState]:
     """The jobs that squeue lists, which are those that have not ended; one call for all of them."""
+    return _active_states(job_ids, ask)[0]
+
+
+def _active_states(job_ids: Iterable[str], ask: Ask) -> tuple[dict[str, JobState], Answer]:
     answer = ask(["squeue", "--noheader", f"--jobs={','.join(job_ids)}", f"--format={SQUEUE_FORMAT}"])
     jobs = parse_squeue(answer.out) if answer.status == 0 else {}
-    return {leader: _job(leader, components, "squeue") for leader, components in jobs.items()}
+    return {leader: _job(leader, components, "squeue") for leader, components in jobs.items()}, answer
 
 
 def _job(leader: str, components: Sequence[ComponentState], source: str, log: str | None = None) -> JobState:
@@ -262,7 +266,10 @@ def read_state(
     both are asked only where Slurm itself has forgotten the job or does not answer. A job that nobody knows is
     UNKNOWN, with Slurm's words as its note.
     """
-    active = active_states([job_id], ask)
+    active, answer = _active_states([job_id], ask)
+    if answer.status and not _says_unknown(answer):
+        # slurmctld is down or gone: scontrol would only wait for it once more
+        return _left_behind(job_id, exit_marker, last_look) or _accounted(job_id, ask) or _unknown(job_id, answer)
     answer = ask(["scontrol", "--oneliner", "show", "job", job_id])
     details, log = parse_scontrol(answer.out) if answer.status == 0 else ([], None)
     if active:
@@ -270,17 +277,32 @@ def read_state(
         return _job(state.job_id, _merged(state.components, details), "squeue", log)
     if details:
         return _job(leader_of(details[0].job_id), details, "scontrol", log)
-    accounted = ask(
-        ["sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={job_id}", f"--format={SACCT_FIELDS}"]
-    )
-    records = parse_sacct(accounted.out) if accounted.status == 0 else []
-    if records:
-        return _job(leader_of(job_id), records, "sacct")
+    return _accounted(job_id, ask) or _left_behind(job_id, exit_marker, last_look) or _unknown(job_id, answer)
+
+
+def _says_unknown(answer: Answer) -> bool:
+    return "Invalid job id" in answer.err
+
+
+def _accounted(job_id: str, ask: Ask) -> JobState | None:
+    argv = ["sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={job_id}", f"--format={SACCT_FIELDS}"]
+    answer = ask(argv)
+    records = parse_sacct(answer.out) if answer.status == 0 else []
+    return _job(leader_of(job_id), records, "sacct") if records else None
+
+
+def _left_behind(
+    job_id: str, exit_marker: Callable[[], str | None], last_look: Callable[[], JobState | None]
+) -> JobState | None:
     if (seen := last_look()) is not None:
         return replace(seen, source="last look")
     marker = parse_exit_marker(exit_marker() or "")
-    if marker is not None:
-        return JobState(job_id, marker.state, "exit marker", (replace(marker, job_id=job_id),))
+    if marker is None:
+        return None
+    return JobState(job_id, marker.state, "exit marker", (replace(marker, job_id=job_id),))
+
+
+def _unknown(job_id: str, answer: Answer) -> JobState:
     return JobState(job_id, UNKNOWN, "nobody", note=answer.err or "scontrol says nothing of it")
 
 

@@ -161,9 +161,18 @@ def test_forgotten_without_a_marker_has_failed_but_silence_has_not() -> None:
     assert forgotten.state == "FAILED"
     assert "left no exit marker" in forgotten.describe()
     for down in (DOWN, Answer(127, "", "scontrol: No such file or directory"), Answer(124, "", "no answer")):
-        silent = settle(read_state("48", ask=Slurm(squeue=down, scontrol=down)))
+        slurm = Slurm(squeue=down)
+        silent = settle(read_state("48", ask=slurm))
+        assert slurm.asked == ["squeue", "sacct"]
         assert (silent.state, silent.is_final) == ("UNKNOWN", False)
         assert down.err in silent.describe()
+
+
+def test_a_slurm_that_is_gone_is_asked_once() -> None:
+    slurm = Slurm(squeue=DOWN, sacct=Answer(0, SACCT, ""))
+    assert read_state("48", lambda: "status=0\n", ask=slurm).source == "exit marker"
+    assert slurm.asked == ["squeue"]
+    assert read_state("48", ask=slurm).source == "sacct"
 
 
 def test_patience_ends() -> None:
