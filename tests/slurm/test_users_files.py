@@ -84,7 +84,7 @@ def test_a_machine_set_up_with_the_files(
 
 ACCOUNTING = """
 srun --ntasks=1 --gres=gpu:titan:2 true
-until sacct --allocations --noheader --parsable2 --format=State,AllocTRES --state=COMPLETED | grep COMPLETED
+until sacct --allocations --noheader --parsable2 --format=State,AllocTRES --starttime=now-1hours | grep COMPLETED
 do i=$((${i:-0} + 1)); [ $i -lt 900 ]; sleep 0.1; done
 """
 
