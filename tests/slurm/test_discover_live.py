@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from ddp_slurm import discover
+from ddp_slurm.admin.probe import probe
+from ddp_slurm.admin.remote import Result
 from ddp_slurm.cluster import Cluster, Node
 from ddp_slurm.lab import Lab
 
@@ -82,6 +84,45 @@ def test_the_command_and_submit_without_a_cluster_yaml(lab: Lab, tmp_path: Path,
     assert "--nodelist=node[9-10]" in live.stdout
     taken = lab.run(["sbatch", "--test-only"], input=live.stdout, env=clean_environ, capture_output=True, text=True)
     assert taken.returncode == 0, taken.stderr
+
+
+NVIDIA_SMI = """\
+#!/bin/sh
+case $(hostname):$1 in
+    alpha:*driver*) for n in 0 1 2; do echo "$n, 00000000:0$n:00.0, 40960, 535.1, NVIDIA A100-PCIE-40GB"; done ;;
+    gamma:*driver*) echo "0, 00000000:01:00.0, 12288, 535.1, NVIDIA TITAN V" ;;
+    alpha:*) for n in 0 1 2; do echo "$n, 8.0"; done ;;
+    *) echo "0, 7.0" ;;
+esac
+"""
+
+
+def test_probe_the_generator_and_discover_agree(
+    make_lab: Callable[..., Lab], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_environ: dict[str, str]
+) -> None:
+    """Machines are probed, the file that comes of it is the configuration of a live Slurm, and that is discovered."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvidia-smi").write_text(NVIDIA_SMI)
+    (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
+    environ = {**clean_environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    machines = make_lab("nodes: [{name: gamma, gpus: 1}, {name: alpha, gpus: 1}]")
+
+    def on_machine(node: Node, argv: list[str], *, input: bytes | None = None, timeout_seconds: float = 60) -> Result:
+        done = machines.exec(node.name, argv, input=input or b"", capture_output=True, env=environ)
+        return Result(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+    file = tmp_path / "cluster.yaml"
+    probe(["gamma", "alpha"], None, str(file), yes=True, runner=on_machine)
+    probed = Cluster.load(file)
+    assert [(node.name, node.gres) for node in probed.nodes] == [("gamma", "gpu:titan_v:1"), ("alpha", "gpu:a100:3")]
+
+    for name, value in make_lab(file.read_text()).environ.items():
+        monkeypatch.setenv(name, value)
+
+    def facts(cluster: Cluster) -> set[tuple[object, ...]]:
+        return {(n.name, n.gpus, n.cpus, n.memory_mb, n.features) for n in cluster.nodes}
+
+    assert facts(discover.discover()) == facts(probed)
 
 
 def test_no_slurm_that_answers(tmp_path: Path, clean_environ: dict[str, str], needs_lab: None) -> None:
