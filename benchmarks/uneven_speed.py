@@ -108,7 +108,9 @@ def main() -> None:
         for _ in range(arguments.rounds):
             own = torch.tensor([rate_alone(world, model, data, batch, steps, arguments.precision)])
             dist.all_reduce(own, group=world.control)
-            balanced = measured_shares(model, data, cross_entropy, global_batch, precision, world.control)
+            balanced = measured_shares(
+                model, data, cross_entropy, global_batch, precision, world.control, micro_batch=global_batch
+            )
             at_equal = rate_together(world, model, data, equal, arguments.precision)
             at_balanced = rate_together(world, model, data, balanced, arguments.precision)
             measured.append((own.item(), at_equal, at_balanced))

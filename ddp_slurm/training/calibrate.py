@@ -24,19 +24,20 @@ def measured_shares(
     global_batch: int,
     precision: Precision,
     control: dist.ProcessGroup,
-    max_batch: int | None = None,
+    micro_batch: int,
 ) -> list[int]:
     """The shares that fit the ranks' measured speeds, the same on every rank. All ranks call it.
 
-    ``model`` is the module without DDP; a copy of it does the work, and the random state is put back.
+    A rank is measured with ``micro_batch`` samples at most: more may not fit its memory. ``model`` is the module
+    without DDP; a copy of it does the work, and the random state is put back.
     """
     shares = equal_shares(global_batch, dist.get_world_size(control))
     for _ in range(2):  # the second time around the shares of the first: a line fits best where it was measured
-        share = max(2, shares[dist.get_rank(control)])
-        cost = measure_cost(model, source, loss_function, share, precision, control)
+        share = max(2, shares[dist.get_rank(control)], global_batch // (4 * len(shares)))
+        cost = measure_cost(model, source, loss_function, share, micro_batch, precision, control)
         costs: list[tuple[float, float]] = [(0.0, 0.0)] * len(shares)
         dist.all_gather_object(costs, cost, group=control)
-        shares = split_batch(global_batch, costs, max_batch)
+        shares = split_batch(global_batch, costs)
     return shares
 
 
@@ -45,6 +46,7 @@ def measure_cost(
     source: Source,
     loss_function: LossFunction,
     share: int,
+    micro_batch: int,
     precision: Precision,
     control: dist.ProcessGroup | None = None,
 ) -> tuple[float, float]:
@@ -52,7 +54,9 @@ def measure_cost(
 
     The ranks begin together: ranks that share a host's CPUs or its power budget must be measured as they will run.
     """
-    sizes = [max(1, share // 2), share, 3 * share // 2]
+    share = min(share, micro_batch)
+    least = min(2, share)  # a BatchNorm1d has no variance of one sample
+    sizes = [max(least, share // 2), share, min(3 * share // 2, micro_batch)]
     state = random_state(source.device)
     work = copy.deepcopy(model).train()
     times = []

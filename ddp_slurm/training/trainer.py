@@ -96,6 +96,11 @@ class Trainer:
         self.save_every_epochs, self.save_every_steps = save_every_epochs, save_every_steps
         self.precision = choose_precision(precision, world.ranks)
         self.scaler = self.precision.grad_scaler()
+        self.micro_batch = global_batch if micro_batch is None else micro_batch
+        if self.micro_batch < 1:
+            raise BalanceError(f"micro_batch {micro_batch}: at least one sample has to run at once")
+        if len(train_data) == 0:
+            raise BalanceError("the training data hold no sample")
         if shares is None:
             shares = self._choose_shares(global_batch)
         if len(shares) != world.world_size or sum(shares) != global_batch:
@@ -103,11 +108,6 @@ class Trainer:
                 f"shares {list(shares)}: expected {world.world_size} of them with the sum {global_batch}, "
                 f"got {len(shares)} with {sum(shares)}"
             )
-        if micro_batch is not None and micro_batch < 1:
-            raise BalanceError(f"micro_batch {micro_batch}: at least one sample has to run at once")
-        if len(train_data) == 0:
-            raise BalanceError("the training data hold no sample")
-        self.micro_batch = micro_batch or global_batch
         self.sampler = BalancedSampler(len(train_data), shares, world.rank, seed=seed)
         self.log_every_steps = log_every_steps or max(20, len(self.sampler) // 10)
         self.batchnorm = BatchNormStatistics(model)
@@ -125,7 +125,13 @@ class Trainer:
         if os.environ.get("DDP_SLURM_BALANCE") != "measured":
             return self.world.planned_shares(global_batch)
         return measured_shares(
-            self.module, self.train_data, self.loss_function, global_batch, self.precision, self.world.control
+            self.module,
+            self.train_data,
+            self.loss_function,
+            global_batch,
+            self.precision,
+            self.world.control,
+            self.micro_batch,
         )
 
     def train(self) -> Result:
