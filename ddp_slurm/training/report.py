@@ -39,7 +39,7 @@ def print_rank_table(ranks: Sequence[RankFacts], shares: Sequence[int]) -> None:
         from rich.console import Console
         from rich.table import Table
 
-        table = Table("rank", "node", "local rank", "device", "share", title=f"{len(ranks)} ranks")
+        table = Table("rank", "node", "local rank", "device", "share", title=f"world of {len(ranks)}")
         for line in rank_table(ranks, shares).splitlines()[1:]:
             rank, node, local, *device, share = line.split()
             table.add_row(rank, node, local, " ".join(device), share)
@@ -67,7 +67,7 @@ def progress_line(
 
 
 class ProgressPrinter:
-    """Prints progress lines; on a terminal the last one stays in place under a bar."""
+    """Prints progress lines; on a terminal above a bar of the epoch."""
 
     def __init__(self, total_steps: int) -> None:
         self._bar = None
@@ -75,14 +75,15 @@ class ProgressPrinter:
             from rich.progress import Progress
 
             self._bar = Progress(transient=True)
-            self._task = self._bar.add_task("training", total=total_steps)
+            self._task = self._bar.add_task("epoch", total=total_steps)
             self._bar.start()
 
     def update(self, done_steps: int, line: str) -> None:
         if self._bar is None:
             say(line)
         else:
-            self._bar.update(self._task, completed=done_steps, description=line)
+            self._bar.console.print(line, highlight=False)
+            self._bar.update(self._task, completed=done_steps)
 
     def close(self) -> None:
         if self._bar is not None:
