@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,6 +78,9 @@ def child_folder(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "pids"
     folder.mkdir()
     yield folder
+    give_up = time.monotonic() + 20  # a process that was sent SIGKILL dies when it is scheduled
+    while any(is_running(path.name) for path in folder.iterdir()) and time.monotonic() < give_up:
+        time.sleep(0.02)
     alive = [int(path.name) for path in folder.iterdir() if is_running(path.name)]
     for pid in alive:
         os.kill(pid, signal.SIGKILL)
