@@ -214,6 +214,8 @@ class Machines:
         for name in self.gpus:
             for hierarchy in HIERARCHIES:
                 _remove_cgroup(CGROUPS / hierarchy / self._cgroup(name))
+            if (self.folder / name).exists():
+                shutil.rmtree(self.folder / name)  # a system's files: too much for pytest to keep
 
 
 def _make_cgroup(path: Path) -> None:
@@ -224,6 +226,7 @@ def _make_cgroup(path: Path) -> None:
 
 
 def _remove_cgroup(path: Path) -> None:
+    """Also those that slurmd made in it; nothing is there when the machine did not get so far."""
     for folder, _, _ in os.walk(path, topdown=False):
         os.rmdir(folder)
 
