@@ -27,7 +27,8 @@ def render_sbatch(plan: Plan, runs_folder: Path | None = None) -> str:
     if len(components) > MAX_COMPONENTS:
         raise RenderError(
             f"the plan has {len(components)} components, Slurm takes {MAX_COMPONENTS} at most; nodes of one shape "
-            "share a component (gpus, cpus, memory, partition, constraint, interface, env): give such nodes the same values"
+            "share a component (gpus, cpus, memory, partition, constraint, interface, env): "
+            "give such nodes the same values"
         )
     without_memory = [c.nodelist for c in components if c.memory_mb is None]
     if without_memory and len(without_memory) < len(components):
