@@ -1,0 +1,39 @@
+"""``--ranks node``: one rank a node that drives all its GPUs."""
+
+from pathlib import Path
+
+import pytest
+
+from ddp_slurm.backends.local import step_processes
+from ddp_slurm.cluster import Cluster
+from ddp_slurm.options import JobOptions
+from ddp_slurm.plan import Plan, make_plan
+from ddp_slurm.render import render_sbatch
+
+
+def plan_of(cluster: Path, **options: str) -> Plan:
+    values = {"ranks": "node", "global-batch-size": "70", "command": "python t.py", **options}
+    return make_plan(Cluster.load(cluster), JobOptions.model_validate(values))
+
+
+def test_each_rank_has_its_nodes_gpus_cpus_and_share(uneven: Path) -> None:
+    plan = plan_of(uneven)
+    found = [(r.rank, r.node, r.local_rank, r.gpu_type, r.share) for r in plan.ranks()]
+    assert found == [(0, "gamma", 0, "titan", 10), (1, "beta", 0, "v100", 20), (2, "alpha", 0, "a100", 40)]
+    assert plan.tasks_per_node == "1(x3)"
+    assert [c.cpus_per_task for c in plan.components] == [8, 16, 32]
+    text = render_sbatch(plan)
+    assert text.count("#SBATCH --ntasks-per-node=1\n") == 3
+    assert "#SBATCH --gres=gpu:a100:4\n" in text
+
+
+def test_a_part_of_a_nodes_gpus(uneven: Path) -> None:
+    plan = plan_of(uneven, gpus="5")
+    assert [(r.node, r.share) for r in plan.ranks()] == [("gamma", 14), ("beta", 28), ("alpha", 28)]
+    assert [c.cpus_per_task for c in plan.components] == [8, 16, 16]
+
+
+def test_the_gpus_of_this_machine_are_dealt_out_node_by_node(uneven: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6")
+    found = [process.environ["CUDA_VISIBLE_DEVICES"] for process in step_processes(plan_of(uneven), {})]
+    assert found == ["0", "1,2", "3,4,5,6"]
