@@ -33,7 +33,7 @@ mount --rbind "$out/dev" "$root/dev"
 
 for folder in var/lib/slurm var/log/slurm run etc/slurm etc/munge var/lib/munge var/log/munge; do
     mkdir -p "$root/$folder"
-    mount -t tmpfs tmpfs "$root/$folder"
+    mount -t tmpfs -o mode=755 tmpfs "$root/$folder"
 done
 mkdir "$root/run/lock" "$root/run/munge" "$root/var/lib/slurm/slurmctld" "$root/var/lib/slurm/slurmd"
 cp "$conf"/* "$root/etc/slurm/"
@@ -44,7 +44,6 @@ chroot "$root" chown -R munge: /etc/munge /run/munge /var/lib/munge /var/log/mun
 chroot "$root" chown -R slurm: /var/lib/slurm /var/log/slurm
 
 inside() { chroot "$root" "$@"; }
-as() { user=$1; shift; inside setpriv --reuid "$user" --regid "$user" --clear-groups "$@"; }
 
 wait_until() { # SECONDS COMMAND...
     tenths=${1}0
@@ -75,15 +74,15 @@ database() { # MariaDB as the guide and slurmdbd.conf say; its settings are thos
         >"$out/mariadb.txt" 2>&1 &
     wait_until 60 inside mariadb -e 'SELECT 1'
     sed -n "s/^# *\(CREATE DATABASE.*\)/\1/p" "$root/etc/slurm/slurmdbd.conf" | inside mariadb
-    as slurm slurmdbd
+    inside slurmdbd
     wait_until 30 inside sacctmgr --noheader show cluster
 }
 
 status=0
 {
-    as munge munged &&
+    inside setpriv --reuid munge --regid munge --clear-groups munged &&
         if [ -e "$conf/slurmdbd.conf" ]; then database; fi &&
-        as slurm slurmctld &&
+        inside slurmctld && # it becomes SlurmUser by itself, as under systemd
         wait_until 30 inside scontrol ping &&
         inside slurmd --conf-server "$address" &&
         wait_until 60 is_idle &&
