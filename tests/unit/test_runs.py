@@ -66,7 +66,7 @@ def test_job_yaml_gives_the_same_options_again(tmp_path: Path, values: dict[str,
 def test_a_run_is_kept_and_found(uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     plan = plan_of(uneven, output="logs/%x-%j.out", env=["TOKEN=secret"])
-    run = keep(plan, runs_folder(plan.options.output), cluster_file=uneven)
+    run = keep(plan, runs_folder(plan.options.output), cluster_file=uneven, script="export TOKEN=secret\n")
     assert run.folder == tmp_path / "logs" / RUNS_FOLDER / "48"
     assert load_run(run.folder) == run == find_run("48")
     assert find_run("48", tmp_path / "logs") == run

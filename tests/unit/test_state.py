@@ -63,6 +63,8 @@ def test_recorded_scontrol(release: str, name: str, state: str, reason: str, sta
         ComponentState(f"{leader}+1", state, "alpha,beta", reason, status, signal, 0),
     ]
     assert log == f"/home/me/runs/log dir/a=b-{leader}.out"
+    whole = read_state(leader, ask=Slurm(scontrol=recorded(release, f"{name}.scontrol")))
+    assert (whole.state, whole.exit_status) == (state, 128 + signal if signal else status)
 
 
 @pytest.mark.parametrize("release", RELEASES)

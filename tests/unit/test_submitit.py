@@ -213,6 +213,7 @@ def test_the_first_ranks_error_reaches_the_caller(job: HetSlurmJob[Any], monkeyp
     leave(job, {rank: ("error", f"Traceback {rank}\nValueError: bad luck of {rank}") for rank in (2, 4)})
     os.utime(job.task(4).paths.result_pickle, (1, 1))
     assert not job.done()  # a requeued job has such files too
+    assert not job.task(4).done()
     ends(monkeypatch, "FAILED", 1)
     with pytest.raises(
         utils.FailedJobError, match=r"rank 4 on alpha failed; so did rank 2; job 48 is FAILED \(exit status 1\)"
