@@ -6,6 +6,7 @@ import typer
 
 from . import __version__, console, jobs
 from .admin import commands as admin
+from .backends import sbatch
 from .discover import discover_command
 from .job import Request, plan_request
 from .lab import commands as lab
@@ -17,7 +18,7 @@ def plan(request: Request) -> None:
     """Show who would run where: the table of nodes, ranks and shares. Submits nothing."""
     from .show import plan_table
 
-    print(plan_table(plan_request(request, local=True)), end="")
+    print(plan_table(plan_request(request, local=not sbatch.is_available())), end="")
 
 
 def _version(asked: bool) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pydantic
 
-from .backends.local import this_machine
 from .cluster import Cluster
 from .console import say
 from .errors import DdpSlurmError
@@ -53,6 +52,8 @@ def load_cluster(path: Path | None, *, local: bool, gpus: int | None) -> Cluster
     if path is not None or DEFAULT_CLUSTER.exists():
         return Cluster.load(path or DEFAULT_CLUSTER)
     if local:
+        from .backends.local import this_machine
+
         return this_machine(gpus)
     from .discover import discover
 

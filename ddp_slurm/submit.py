@@ -12,10 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from . import console, jobs
-from .backends import local, sbatch, torchrun
+from . import console
+from .backends import sbatch
 from .files import write_whole
-from .foreground import run_and_keep
 from .job import DEFAULT_CLUSTER, Request, plan_request
 from .options import JobOptions, OptionsError
 from .plan import Plan
@@ -117,22 +116,32 @@ def submit(
     if not plan.options.command:
         raise OptionsError("no command: put what every rank runs after --, as in: -- python train.py")
     if chosen in (Backend.local, Backend.torchrun):
-        place = local if chosen is Backend.local else torchrun
-        if "output" in plan.options.model_fields_set:
-            plan = with_log_path(plan, make_folder=not dry_run)
-        text = place.describe(plan)
-        if dry_run:
-            print(text, end="")
-            return
-        raise SystemExit(
-            run_and_keep(plan, backend=chosen.value, script=text, run=place.run, cluster_file=_cluster_file(request))
-        )
-    plan = with_log_path(plan, make_folder=not dry_run)
-    _submit_to_slurm(plan, chosen, _cluster_file(request), dry_run=dry_run, follow=follow)
+        _run_in_the_terminal(plan, chosen, _cluster_file(request), dry_run=dry_run)
+    else:
+        plan = with_log_path(plan, make_folder=not dry_run)
+        _submit_to_slurm(plan, chosen, _cluster_file(request), dry_run=dry_run, follow=follow)
 
 
 def _cluster_file(request: Request) -> Path | None:
     return request.cluster or (DEFAULT_CLUSTER if DEFAULT_CLUSTER.exists() else None)
+
+
+# The backends are imported where they are used: a dry run of a large job should not wait for all of them.
+
+
+def _run_in_the_terminal(plan: Plan, backend: Backend, cluster_file: Path | None, *, dry_run: bool) -> None:
+    from .backends import local, torchrun
+    from .foreground import run_and_keep
+
+    place = local if backend is Backend.local else torchrun
+    if "output" in plan.options.model_fields_set:
+        plan = with_log_path(plan, make_folder=not dry_run)
+    text = place.describe(plan)
+    if dry_run:
+        print(text, end="")
+        return
+    status = run_and_keep(plan, backend=backend.value, script=text, run=place.run, cluster_file=cluster_file)
+    raise SystemExit(status)
 
 
 def _submit_to_slurm(plan: Plan, backend: Backend, cluster_file: Path | None, *, dry_run: bool, follow: bool) -> None:
@@ -161,6 +170,8 @@ def _submit_to_slurm(plan: Plan, backend: Backend, cluster_file: Path | None, *,
     console.say(f"submitted; the log is {plan.options.output.replace('%x', plan.name).replace('%j', job_id)}")
     print(job_id, flush=True)
     if follow:
+        from . import jobs
+
         raise SystemExit(jobs.follow(jobs.Job.find(job_id, runs), sys.stderr))
 
 
