@@ -5,6 +5,7 @@ come from a folder that each machine has as its only apt source, since the machi
 """
 
 import contextlib
+import hashlib
 import os
 import shutil
 import signal
@@ -74,7 +75,7 @@ def bare_root() -> tuple[Path, Path]:
     root, packages = CACHE / f"bare-{SUITE}", CACHE / f"bare-{SUITE}-packages"
     if root.is_dir() and packages.is_dir():
         return root, packages
-    for tool in ("debootstrap", "dpkg-scanpackages"):
+    for tool in ("debootstrap", "dpkg-deb"):
         if shutil.which(tool) is None:
             pytest.skip(f"bare Debian machines: {tool} is not installed")
     CACHE.mkdir(parents=True, exist_ok=True)
@@ -102,11 +103,18 @@ def _fetch_packages(root: Path, folder: Path) -> None:
     folder.mkdir()
     for package in (root / "var/cache/apt/archives").glob("*.deb"):
         shutil.move(package, folder / package.name)
-    index = subprocess.run(["dpkg-scanpackages", "."], cwd=folder, capture_output=True, check=True).stdout
-    (folder / "Packages").write_bytes(index)
+    (folder / "Packages").write_text("\n".join(map(_index_entry, sorted(folder.glob("*.deb")))))
     (root / "etc/apt/sources.list").write_text("deb [trusted=yes] file:/srv/packages ./\n")
     shutil.rmtree(root / "var/lib/apt/lists")
     (root / "var/lib/apt/lists/partial").mkdir(parents=True)
+
+
+def _index_entry(package: Path) -> str:
+    """A package's paragraph of the file Packages, by which apt finds it (wiki.debian.org/DebianRepository/Format)."""
+    control = subprocess.run(["dpkg-deb", "-f", str(package)], capture_output=True, text=True, check=True).stdout
+    content = package.read_bytes()
+    checksum = hashlib.sha256(content).hexdigest()
+    return f"{control}Filename: ./{package.name}\nSize: {len(content)}\nSHA256: {checksum}\n"
 
 
 def _quiet(command: list[str]) -> "subprocess.CompletedProcess[str]":
