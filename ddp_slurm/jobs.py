@@ -173,7 +173,7 @@ def status_text(job: Job, state: JobState) -> str:
     lines.append(f"job {job.id} is {state.describe()}, says {state.source}")
     if job.run is not None:
         lines += [
-            f"submitted {job.run.submitted} by the {job.run.backend} backend: {' '.join(job.run.command)}",
+            f"submitted {job.run.submitted} by the {job.run.backend} backend: {job.run.what}",
             f"log: {job.run.log or state.log}",
             f"kept in: {job.run.folder}",
             *([f"repeat it: {job.run.repeat_line}"] if job.run.repeat else []),
@@ -249,6 +249,9 @@ def _rank_filter(job: Job, rank: int | None) -> Callable[[str], bool]:
 def cancel(job_id: JobId, folder: Folder = None) -> None:
     """End a job: all of its components."""
     job = Job.find(job_id, folder)
+    state = job.state()
+    if state.is_final:
+        raise JobError(f"job {job.id} does not run: it is {state.describe()}")
     if job.is_of_slurm:
         answer = ask(["scancel", job.id])
         if answer.status:
@@ -263,7 +266,7 @@ def _end_launcher(run: Run) -> None:
     """SIGTERM to the launcher, which stops its ranks. The handle keeps the pid from meaning another process."""
     state = foreground_state(run)
     if state.state != "RUNNING":
-        raise JobError(f"job {run.job_id} does not run: it is {state.describe()}")
+        raise JobError(f"job {run.job_id} cannot be ended from here: it is {state.describe()}")
     with contextlib.suppress(ProcessLookupError):
         handle = os.pidfd_open((run.process or {})["pid"])
         try:

@@ -64,6 +64,11 @@ class Run:
     """Of the local backend: ``host``, ``pid`` and ``started`` (clock ticks after boot, /proc/PID/stat)."""
 
     @property
+    def what(self) -> str:
+        """What every rank runs."""
+        return shlex.join(self.command) or "a Python function"
+
+    @property
     def repeat_line(self) -> str:
         return f"cd {shlex.quote(self.directory)} && {shlex.join(self.repeat)}"
 

@@ -303,7 +303,7 @@ def _left_behind(
 
 
 def _unknown(job_id: str, answer: Answer) -> JobState:
-    return JobState(job_id, UNKNOWN, "nobody", note=answer.err or "scontrol says nothing of it")
+    return JobState(job_id, UNKNOWN, "nobody", note=answer.err or "Slurm says nothing of it")
 
 
 def _merged(listed: Iterable[ComponentState], details: Iterable[ComponentState]) -> list[ComponentState]:

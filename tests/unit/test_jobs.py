@@ -80,7 +80,7 @@ def test_logs(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_ids_that_are_none(run: Run, tmp_path: Path, stub: Stub) -> None:
-    stub("squeue", "exit 1")
+    stub("squeue", "exit 0")
     stub("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     stub("sacct", "exit 1")
     for bad in ("x", "48; rm -rf /", "../48", "-1", "48_1", ""):
@@ -94,11 +94,17 @@ def test_ids_that_are_none(run: Run, tmp_path: Path, stub: Stub) -> None:
 
 
 def test_cancel_gives_slurms_words(run: Run, tmp_path: Path, stub: Stub) -> None:
+    stub("squeue", "echo '48+0|RUNNING|gamma|None'")
+    stub("scontrol", "exit 1")
     stub("scancel", f'echo "$@" > {tmp_path}/asked')
     jobs.cancel("48+1")
     assert (tmp_path / "asked").read_text() == "48\n"  # the first component's id: it takes all along
     stub("scancel", "echo 'scancel: error: Kill job error on job id 48: Access/permission denied' >&2; exit 1")
     with pytest.raises(JobError, match="Access/permission denied"):
+        jobs.cancel("48")
+    stub("squeue", "exit 1")
+    (run.folder / "exit").write_text("status=0\n")
+    with pytest.raises(JobError, match=r"job 48 does not run: it is COMPLETED"):
         jobs.cancel("48")
 
 
