@@ -74,7 +74,9 @@ def test_cards_of_several_models_in_one_node(tmp_path: Path) -> None:
 
 def test_cpus_are_shared_out_and_at_least_one(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
-    path.write_text("nodes:\n  - {name: a, gpus: 4, cpus: 30}\n  - {name: b, gpus: 4, cpus: 2}\n  - {name: c, gpus: 4}\n")
+    path.write_text(
+        "nodes:\n  - {name: a, gpus: 4, cpus: 30}\n  - {name: b, gpus: 4, cpus: 2}\n  - {name: c, gpus: 4}\n"
+    )
     assert [c.cpus_per_task for c in plan_of(path).components] == [7, 1]
     assert [c.cpus_per_task for c in plan_of(path, cpus_per_task=3).components] == [3]
 
@@ -94,7 +96,9 @@ def test_what_the_cluster_does_not_have(uneven: Path, options: dict[str, Any], w
 
 def test_shares_by_a_file_of_speeds(uneven: Path, tmp_path: Path) -> None:
     speeds = tmp_path / "speeds.yaml"
-    speeds.write_text("titan: {beta: 0.004}\nv100: {beta: 0.002}\na100: {beta: 0.001, max_batch: 20}\nbeta: {beta: 2e-3}\n")
+    speeds.write_text(
+        "titan: {beta: 0.004}\nv100: {beta: 0.002}\na100: {beta: 0.001, max_batch: 20}\nbeta: {beta: 2e-3}\n"
+    )
     plan = plan_of(uneven, global_batch_size=90, balance=str(speeds))
     assert plan.shares is not None
     assert sum(plan.shares) == 90
@@ -109,7 +113,10 @@ def test_shares_by_a_file_of_speeds(uneven: Path, tmp_path: Path) -> None:
         ("titan: {beta: 1}\nv100: {beta: 1}\n", "neither node 'alpha' nor its GPU type 'a100' is in the file"),
         ("titan: {beta: -1}\n", "'-1' is not a number of seconds"),
         ("titan: {gamma: 1}\n", "unknown key"),
-        ("titan: {beta: 1, max_batch: 1}\nv100: {beta: 1, max_batch: 1}\na100: {beta: 1, max_batch: 1}\n", "add up to 7"),
+        (
+            "titan: {beta: 1, max_batch: 1}\nv100: {beta: 1, max_batch: 1}\na100: {beta: 1, max_batch: 1}\n",
+            "add up to 7",
+        ),
     ],
 )
 def test_speeds_that_cannot_be_used(uneven: Path, tmp_path: Path, text: str, words: str) -> None:

@@ -25,7 +25,7 @@ TWO_NODES = (
     "  - {name: 'a[1-2]', gpus: {type: a100, count: 4}, interface: ens3, partition: big}\n"
 )
 FULL = {
-    "name": "a job's \"name\" #1",
+    "name": 'a job\'s "name" #1',
     "time": "1-12:00:00",
     "output": "logs/it's %x-%j.out",
     "account": "lab",
@@ -96,7 +96,7 @@ def test_srun_gets_every_segment_and_none_of_component_0s_sizes(uneven: Path, tm
     stub("srun", RECORD)
     hostile = ["$(id)", "it's", 'say "x"', "a b", "*", "", "-x", "ü"]
     text = render_sbatch(plan_of(tmp_path, uneven.read_text(), command=["python", *hostile], env=["V=a 'b' $HOME"]))
-    sizes = {name: "9" for name in ("SLURM_NTASKS", "SLURM_NODELIST", "SLURM_JOB_NODELIST", "SLURM_MEM_PER_NODE")}
+    sizes = dict.fromkeys(("SLURM_NTASKS", "SLURM_NODELIST", "SLURM_JOB_NODELIST", "SLURM_MEM_PER_NODE"), "9")
     done = run_script(text, tmp_path, RECORD=str(tmp_path / "argv"), **sizes)
     assert done.returncode == 0, done.stderr
     argv = (tmp_path / "argv").read_text().split("\0")[:-1]
@@ -140,7 +140,10 @@ def test_a_stop_at_the_time_limit_is_requeued_and_no_more_often_than_allowed(
 def test_outside_slurm_and_with_a_component_missing_it_says_so(uneven: Path, tmp_path: Path, stub: Stub) -> None:
     stub("srun", "echo started")
     text = rendered("uneven", uneven, tmp_path)
-    for env, words in (({"SLURM_JOB_ID": ""}, "start it with: sbatch"), ({"SLURM_HET_SIZE": "1"}, "expected 3 components, got 1")):
+    for env, words in (
+        ({"SLURM_JOB_ID": ""}, "start it with: sbatch"),
+        ({"SLURM_HET_SIZE": "1"}, "expected 3 components, got 1"),
+    ):
         done = run_script(text, tmp_path, **env)
         assert done.returncode == 2
         assert words in done.stderr

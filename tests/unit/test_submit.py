@@ -15,7 +15,13 @@ SBATCH = 'cat > "$RECORD"; env > "$RECORD.env"; echo "${STUB_SAYS-4711}"; exit "
 
 def test_the_job_id_alone_is_on_stdout(uneven: Path, submit: Command, stub: Stub, tmp_path: Path) -> None:
     stub("sbatch", SBATCH)
-    stale = {"SLURM_JOB_ID": "1", "SLURM_GRES": "gpu:x:9", "SBATCH_ACCOUNT": "old", "SLURM_CONF": "/etc/x", "HOME": "/h"}
+    stale = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_GRES": "gpu:x:9",
+        "SBATCH_ACCOUNT": "old",
+        "SLURM_CONF": "/etc/x",
+        "HOME": "/h",
+    }
     done = submit("--name", "run", "--output", "logs/a b/%x.out", "--", "python", "train.py",
                   env={"RECORD": str(tmp_path / "script"), **stale})  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "4711\n"), done.stderr
@@ -62,7 +68,9 @@ def test_job_file_is_under_the_command_line(uneven: Path, submit: Command, tmp_p
     (tmp_path / "job.yaml").write_text(
         "time: 10:00\ncpus-per-task: 3\nenv: {A: 1, B: 2}\nsetup: module load a\ncommand: python 'my train.py'\n"
     )
-    done = submit("--job", "job.yaml", "--backend", "sbatch", "--dry-run", "--time", "2-00", "--env", "B=3", "--setup", "b")
+    done = submit(
+        "--job", "job.yaml", "--backend", "sbatch", "--dry-run", "--time", "2-00", "--env", "B=3", "--setup", "b"
+    )
     assert done.returncode == 0, done.stderr
     for line in ("#SBATCH --time=2-00", "#SBATCH --cpus-per-task=3", "export A=1", "export B=3", "module load a\nb\n",
                  "command=(python 'my train.py')"):  # fmt: skip
@@ -70,7 +78,9 @@ def test_job_file_is_under_the_command_line(uneven: Path, submit: Command, tmp_p
 
 
 def test_home_and_user_in_the_log_path_are_expanded(uneven: Path, submit: Command) -> None:
-    done = submit("--backend", "sbatch", "--dry-run", "--output", "~/$WHO/%x-%j.out", "--", "x", env={"HOME": "/h", "WHO": "me"})
+    done = submit(
+        "--backend", "sbatch", "--dry-run", "--output", "~/$WHO/%x-%j.out", "--", "x", env={"HOME": "/h", "WHO": "me"}
+    )
     assert "#SBATCH --output=/h/me/%x-%j.out\n" in done.stdout
 
 
@@ -120,7 +130,12 @@ def test_faults_of_the_file_and_of_the_options_come_together(uneven: Path, submi
     (tmp_path / "job.yaml").write_text("tiem: 10\nmemory: 3\n")
     done = submit("--cluster", "bad.yaml", "--job", "job.yaml", "--time", "12h", "--", "x")
     assert done.returncode == 2
-    for words in ("bad.yaml:2: nodes[0].cpsu", "job.yaml:1: tiem: unknown key; did you mean 'time'?", "job.yaml:2: memory", "12h"):
+    for words in (
+        "bad.yaml:2: nodes[0].cpsu",
+        "job.yaml:1: tiem: unknown key; did you mean 'time'?",
+        "job.yaml:2: memory",
+        "12h",
+    ):
         assert words in done.stderr
 
 
