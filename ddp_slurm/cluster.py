@@ -156,7 +156,7 @@ class NodeEntry(Schema):
         return address
 
     def expand(self, cluster_ssh: Ssh) -> list[Node]:
-        ssh = Ssh(**{**cluster_ssh.model_dump(exclude_none=True), **self.ssh.model_dump(exclude_none=True)})
+        ssh = cluster_ssh.model_copy(update=self.ssh.model_dump(exclude_none=True))
         shared = {
             "gpus": tuple(GpuModel(entry.type, entry.count, entry.minors) for entry in self.gpus),
             "memory_mb": self.memory,

@@ -15,7 +15,8 @@ CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\u0085\u2028\u2029]")
 class Schema(BaseModel):
     """Base of the models: immutable, and an unknown key is a fault."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # defer_build: a model that only stands within others needs no validator of its own.
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 def _matching(pattern: str, wanted: str) -> BeforeValidator:

@@ -149,8 +149,12 @@ def make_plan(cluster: Cluster, options: JobOptions) -> Plan:
     GPUs is the host of rank 0. Raises PlanError where the options ask for nodes or GPUs that are not there.
     """
     groups: dict[Component, list[str]] = {}
-    for node, gpus in _chosen_gpus(cluster, options):
-        groups.setdefault(_shape(node, gpus, options), []).append(node.name)
+    alike: dict[tuple[object, ...], list[str]] = {}  # thousands of nodes, a handful of shapes: each is made once
+    for node, count in _chosen_nodes(cluster, options):
+        key = (count, node.gpus, node.cpus, node.memory_mb, node.partition, node.constraint, node.interface, node.env)
+        if key not in alike:
+            alike[key] = groups.setdefault(_shape(node, count, options), [])
+        alike[key].append(node.name)
     components = tuple(replace(shape, nodes=tuple(sorted(names, key=_natural))) for shape, names in groups.items())
     by_name = {node.name: node for node in cluster.nodes}
     machines = tuple(by_name[name] for component in components for name in component.nodes)
@@ -158,8 +162,8 @@ def make_plan(cluster: Cluster, options: JobOptions) -> Plan:
     return replace(plan, shares=_shares(plan, options))
 
 
-def _chosen_gpus(cluster: Cluster, options: JobOptions) -> Iterator[tuple[Node, tuple[GpuModel, ...]]]:
-    """The nodes to use, each with the GPUs to use on it."""
+def _chosen_nodes(cluster: Cluster, options: JobOptions) -> Iterator[tuple[Node, int]]:
+    """The nodes to use, each with the number of GPUs to use on it."""
     nodes = cluster.nodes
     if options.nodes is not None:
         by_name = {node.name: node for node in cluster.nodes}
@@ -174,12 +178,10 @@ def _chosen_gpus(cluster: Cluster, options: JobOptions) -> Iterator[tuple[Node, 
     if wanted > available or not available:
         raise PlanError(f"--gpus: {wanted} asked for, but {_described(nodes)} have {available}")
     for node in nodes:
-        if not wanted:
-            break
-        if node.gpu_count:
-            used = _first_gpus(node.gpus, wanted)
-            wanted -= sum(model.count for model in used)
-            yield node, used
+        count = min(node.gpu_count, wanted)
+        if count:
+            wanted -= count
+            yield node, count
 
 
 def _described(nodes: tuple[Node, ...]) -> str:
@@ -197,13 +199,13 @@ def _first_gpus(models: tuple[GpuModel, ...], count: int) -> tuple[GpuModel, ...
     return tuple(used)
 
 
-def _shape(node: Node, gpus: tuple[GpuModel, ...], options: JobOptions) -> Component:
-    count = sum(model.count for model in gpus)
+def _shape(node: Node, count: int, options: JobOptions) -> Component:
+    """The component, still without nodes, of a node that gives ``count`` GPUs."""
     by_gpu = options.ranks == "gpu"
     memory_mb = options.memory or (node.memory_mb and node.memory_mb * count // node.gpu_count)
     return Component(
         nodes=(),
-        gpus=gpus,
+        gpus=_first_gpus(node.gpus, count),
         # srun gives each rank one core where nothing is said, and since 22.05 does not inherit it from the job
         cpus_per_task=options.cpus_per_task or max(1, (node.cpus or 1) * (1 if by_gpu else count) // node.gpu_count),
         memory_mb=memory_mb,
