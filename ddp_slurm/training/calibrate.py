@@ -99,10 +99,9 @@ def _seconds_of_step(
                 loss = loss_function(work(inputs), targets)
             loss.backward()  # type: ignore[no-untyped-call]
         _wait_for_device(source.device)
-        seconds = time.perf_counter() - started
-        spent += seconds
         if repeat:
-            best = min(best, seconds)
+            seconds = time.perf_counter() - started
+            best, spent = min(best, seconds), spent + seconds
         work.zero_grad(set_to_none=True)
     return best
 
