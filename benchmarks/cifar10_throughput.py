@@ -49,7 +49,7 @@ def trainer_rate(world: World, batch: int, steps: int, precision: str) -> float:
     Trainer(
         world, model, optimizer, cross_entropy, data,
         global_batch=batch * world.world_size, shares=equal_shares(batch * world.world_size, world.world_size),
-        total_epochs=1, precision=precision, quiet=True,
+        total_epochs=1, precision=precision, quiet=True, log_every_steps=max(1, steps // 10),
         recorders=[lambda record: rates.append(record["images_per_second"])],
     ).train()  # fmt: skip
     return statistics.median(rates[2:]) if rates else 0.0

@@ -52,6 +52,7 @@ def rate_together(world: World, model: nn.Module, data: ResidentImages, shares: 
     trainer = Trainer(
         world, model, optimizer, cross_entropy, data,
         global_batch=sum(shares), shares=shares, total_epochs=1, precision=precision, recorders=[note], quiet=True,
+        log_every_steps=max(1, len(data) // sum(shares) // 10),
     )  # fmt: skip
     trainer.train()
     result = [statistics.median(rates[2:])] if rates else [0.0]
