@@ -14,7 +14,7 @@ from .evaluation import LossFunction
 from .precision import Precision
 from .random_state import random_state, set_random_state
 
-REPEATS, ENOUGH_SECONDS = 5, 1.0
+REPEATS, ENOUGH_SECONDS = 12, 1.0
 
 
 def measured_shares(
