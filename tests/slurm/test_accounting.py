@@ -132,6 +132,8 @@ def test_ends_are_told_by_slurm_and_by_its_database(here: Path) -> None:
     for job, state, status in ((good, "COMPLETED", 0), (bad, "FAILED", 3)):
         wait(lambda job=job: job.state().is_final, here / f"lab-{job.id}.out")
         assert (job.state().state, job.state().exit_status) == (state, status)
+        # slurmdbd hears of the components one by one
+        wait(lambda job=job: len(read_state(job.id, ask=forgetful).components) == 3, here / f"lab-{job.id}.out")
         wait(lambda job=job: read_state(job.id, ask=forgetful).is_final, here / f"lab-{job.id}.out")
         accounted = read_state(job.id, ask=forgetful)
         assert (accounted.state, accounted.source, accounted.exit_status) == (state, "sacct", status)
