@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 IN_VENV := $(VENV)/bin/python
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
-TEST_PACKAGES := slurm-wlm slurmdbd mariadb-server munge iproute2 debootstrap openssh-server openssh-client shellcheck
+TEST_PACKAGES := slurm-wlm slurmdbd mariadb-server-core mariadb-client-core munge iproute2 debootstrap openssh-server openssh-client shellcheck
 
 .PHONY: demo test test-releases lint clean
 
