@@ -110,6 +110,9 @@ class FailureWatch:
 
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """End this process at once: a process group with a collective under way cannot be closed in order."""
+        if self._ended:  # torch's hook, which wraps this one, may outlive the group
+            self._previous_hook(kind, error, trace)
+            return
         self._leaving.acquire()
         status, text = 1, f"{self._place} failed: {kind.__name__}: {error}"
         report = "".join(traceback.format_exception(kind, error, trace)) + text
@@ -137,5 +140,5 @@ class FailureWatch:
 
 def _last_words(text: str) -> None:
     sys.stdout.flush()
-    sys.stderr.write(text.rstrip("\n") + "\n")
-    sys.stderr.flush()
+    # To the descriptor: torch wraps the exception hook and catches sys.stderr until the hook returns.
+    os.write(2, (text.rstrip("\n") + "\n").encode(errors="backslashreplace"))

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import FrameType, TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -118,7 +119,8 @@ def init_distributed(
     if use_gpu and env.device_index < own.visible_gpus:
         torch.cuda.set_device(device)  # before the group starts: NCCL's barrier takes the current device
     store = _join_store(env, own, rendezvous_seconds)
-    ranks = _meet(store, env, own, rendezvous_seconds)
+    facts = _meet(store, env, own, rendezvous_seconds)
+    watch = _watch_for_failure(store, env, own, rendezvous_seconds)
     backend = backend or ("nccl" if use_gpu else "gloo")
     limit = timedelta(seconds=timeout_seconds)
     dist.init_process_group(
@@ -131,13 +133,21 @@ def init_distributed(
     )
     control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=limit)
     assert isinstance(control, dist.ProcessGroup)
-    world = World(env, device, backend, control, ranks, time.monotonic() - started, _store=store)
+    message = [facts]  # by broadcast and not through the store, which would send it from one socket to each rank
+    dist.broadcast_object_list(message, src=0, group=control)
+    ranks = [facts_from_dict(values) for values in message[0]]
+    world = World(env, device, backend, control, ranks, time.monotonic() - started, _watch=watch, _store=store)
     _catch_stop_signal(world)
-    if env.world_size > 1:
-        waiting = _connect(env, False, timedelta(seconds=rendezvous_seconds))
-        world._watch = FailureWatch(store, waiting, env.rank, env.world_size, world.place)
-        world._watch.start()
     return world
+
+
+def _watch_for_failure(store: Store, env: RankEnv, own: RankFacts, rendezvous_seconds: float) -> FailureWatch | None:
+    if env.world_size == 1:
+        return None
+    waiting = _connect(env, False, timedelta(seconds=rendezvous_seconds))
+    watch = FailureWatch(store, waiting, env.rank, env.world_size, own.place)
+    watch.start()
+    return watch
 
 
 def _prefixed(store: Store) -> Store:
@@ -169,19 +179,19 @@ def _join_store(env: RankEnv, own: RankFacts, rendezvous_seconds: float) -> Stor
         ) from error
 
 
-def _meet(store: Store, env: RankEnv, own: RankFacts, rendezvous_seconds: float) -> list[RankFacts]:
-    """Every rank's facts; rank 0 collects and judges them, so that all ranks raise the same faults."""
+def _meet(store: Store, env: RankEnv, own: RankFacts, rendezvous_seconds: float) -> list[dict[str, Any]]:
+    """Rank 0 collects and judges every rank's facts, so that all ranks raise the same faults; it gets them back."""
+    facts: list[dict[str, Any]] = []
     if store.add(f"arrived/{env.rank}", 1) > 1:
         word = f"{own.place}: another process has this rank already; expected one process a rank"
         store.compare_set("verdict", "", json.dumps({"faults": [word]}))
-        tell_all(
-            store, env.world_size, env.rank, word, LaunchError.exit_status
-        )  # the world may have met without this process
+        # The world may have met already, without this process.
+        tell_all(store, env.world_size, env.rank, word, LaunchError.exit_status)
         raise LaunchError(word)
     store.set(f"facts/{env.rank}", json.dumps(facts_to_dict(own)))
     if env.rank == 0:
-        verdict = _judge(store, env, rendezvous_seconds)
-        store.compare_set("verdict", "", json.dumps(verdict))
+        faults, facts = _judge(store, env, rendezvous_seconds)
+        store.compare_set("verdict", "", json.dumps({"faults": faults}))
     try:
         # Longer than rank 0 waits for the others, so that its verdict on who is missing still arrives.
         store.wait(["verdict"], timedelta(seconds=rendezvous_seconds + 30))
@@ -191,25 +201,24 @@ def _meet(store: Store, env: RankEnv, own: RankFacts, rendezvous_seconds: float)
     if verdict["faults"]:
         _acknowledge(store, env)
         raise LaunchError("the world is not the planned one:\n  " + "\n  ".join(verdict["faults"]))
-    return [facts_from_dict(values) for values in verdict["facts"]]
+    return facts
 
 
-def _judge(store: Store, env: RankEnv, rendezvous_seconds: float) -> dict[str, list[object]]:
+def _judge(store: Store, env: RankEnv, rendezvous_seconds: float) -> tuple[list[str], list[dict[str, Any]]]:
+    """The faults, and the facts of every rank."""
     keys = [f"facts/{rank}" for rank in range(env.world_size)]
     try:
         store.wait(keys, timedelta(seconds=rendezvous_seconds))
     except RuntimeError:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         there = [facts_from_dict(json.loads(store.get(key))) for key in keys if store.check([key])]
-        return {
-            "faults": [
-                f"expected {env.world_size} ranks within {rendezvous_seconds:.0f} s, found {len(there)}: "
-                f"{', '.join(fact.place for fact in there)}; missing: {missing}"
-            ]
-        }
-    facts = [facts_from_dict(json.loads(store.get(key))) for key in keys]
-    faults: list[object] = list(find_faults(facts))
-    return {"faults": faults, "facts": [facts_to_dict(fact) for fact in facts]}
+        fault = (
+            f"expected {env.world_size} ranks within {rendezvous_seconds:.0f} s, found {len(there)}: "
+            f"{', '.join(fact.place for fact in there)}; missing: {missing}"
+        )
+        return [fault], []
+    facts: list[dict[str, Any]] = [json.loads(store.get(key)) for key in keys]
+    return find_faults([facts_from_dict(values) for values in facts]), facts
 
 
 def _acknowledge(store: Store, env: RankEnv) -> None:

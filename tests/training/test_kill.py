@@ -4,6 +4,7 @@ import contextlib
 import random
 import subprocess
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,8 @@ def test_fifty_kills(tmp_path: Path, uninterrupted: list[Report]) -> None:
     total, kinds, chain = 0, Counter[str](), 0
     moments = uninterrupted[0].moments
     assert {"write", "before fsync", "after fsync", "before replace", "after replace"} <= set(moments)
+    before_rename = {earlier for earlier, name in pairwise(moments) if name == "before replace"}
+    assert before_rename == {"after fsync", "after replace"}  # on the disk before it gets its name
     while total < 52:
         chain += 1
         path = tmp_path / f"chain{chain}" / "snapshot.pt"

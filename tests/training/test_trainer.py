@@ -102,6 +102,11 @@ def test_a_signal_to_one_rank_stops_all_after_one_step_and_asks_for_a_requeue(tm
     assert len({report.step for report in stopped}) == 1
     assert not any(report.finished for report in stopped)
     assert marker.exists()
+    # The snapshot's own model has the statistics averaged by samples; all batches since the last evaluation were whole.
+    saved = torch.load(settings.snapshot, weights_only=True)["state"]["model"]["norm.running_mean"]
+    one, other = (torch.tensor(report.own_batchnorm, dtype=torch.float64) for report in stopped)
+    assert stopped[0].step % 6 != 0
+    torch.testing.assert_close(saved, (3 * one + 5 * other) / 8)
     marker.unlink()
     resumed = run(tmp_path / "resumed", (1, 1), settings, environ=environ)
     assert not marker.exists()
