@@ -33,6 +33,7 @@ PermitRootLogin prohibit-password
 PasswordAuthentication no
 UseDNS no
 AcceptEnv NOTHING
+SetEnv HOME={folder}
 """
 
 SSH_CONFIG = """\
