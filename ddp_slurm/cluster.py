@@ -1,30 +1,13 @@
 """The machines: what cluster.yaml says, checked and immutable. No Slurm call and no torch here."""
 
-import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, NamedTuple
 
-from pydantic import BeforeValidator, ValidationInfo, field_validator
-
+from . import fields
 from .errors import DdpSlurmError
-from .fields import (
-    Address,
-    Constraint,
-    EnvName,
-    GpuType,
-    InterfaceName,
-    MemoryMb,
-    PlainText,
-    PositiveNumber,
-    Schema,
-    UserName,
-    WholeNumber,
-    Word,
-    one_line,
-    whole_number,
-)
 from .hostlist import HostlistError, expand_hostlist
+from .schema import KeyPath, Schema, key, mapping_of, tuple_of
 from .yaml_file import YamlFile, load_yaml, validate
 
 
@@ -32,55 +15,42 @@ class ClusterError(DdpSlurmError):
     """cluster.yaml, or the part of it that was asked for, cannot be used."""
 
 
-@dataclass(frozen=True, slots=True)
-class GpuModel:
-    """GPUs of one model in one node: ``gpu:a100:4`` in Slurm's words, ``gpu:4`` without a type.
+@dataclass(frozen=True, init=False)
+class GpuModel(Schema):
+    """GPUs of one model in one node: ``gpu:a100:4`` in Slurm's words, ``gpu:4`` without a type."""
 
-    ``minors`` are the numbers of the device files ``/dev/nvidiaN`` where they are not 0, 1, 2, ...
-    """
+    type: str | None = key(fields.gpu_type, None)
+    count: int = key(fields.positive_number, 1)
+    minors: tuple[int, ...] | None = key(tuple_of(fields.whole_number), None)
+    """The numbers of the device files ``/dev/nvidiaN`` where they are not 0, 1, 2, ..."""
 
-    type: str | None = None
-    count: int = 1
-    minors: tuple[int, ...] | None = None
-
-
-class GpuEntry(Schema):
-    """A value of ``gpus:``."""
-
-    type: GpuType | None = None
-    count: PositiveNumber = 1
-    minors: tuple[WholeNumber, ...] | None = None
-
-    @field_validator("minors")
-    @classmethod
-    def _one_minor_a_gpu(cls, minors: tuple[int, ...] | None, info: ValidationInfo) -> tuple[int, ...] | None:
-        count = info.data.get("count")
-        if minors is not None and count is not None and (len(minors) != count or len(set(minors)) != count):
-            raise ValueError(f"{list(minors)} are not {count} different numbers, one for each GPU")
-        return minors
+    def misfits(self) -> list[tuple[KeyPath, str]]:
+        if self.minors is None or len(self.minors) == len(set(self.minors)) == self.count:
+            return []
+        return [(("minors",), f"{list(self.minors)} are not {self.count} different numbers, one for each GPU")]
 
 
-def _gpu_models(value: Any) -> Any:
+def _gpu_models(value: Any) -> tuple[GpuModel, ...]:
     """``4``, one mapping or a list of mappings; a node may hold cards of several models."""
     if isinstance(value, dict):
-        return [value] if str(value.get("count", "1")) != "0" else []
-    if isinstance(value, list):
-        return value
-    count = whole_number(value)
-    return [{"count": count}] if count else []
+        value = [] if str(value.get("count", "1")) == "0" else [value]
+    if not isinstance(value, list | tuple):
+        count = fields.whole_number(value)
+        value = [{"count": count}] if count else []
+    return tuple_of(GpuModel.read)(value)
 
 
+@dataclass(frozen=True, init=False)
 class Ssh(Schema):
     """How to reach a node by ssh; ~/.ssh/config holds for what is not said."""
 
-    user: UserName | None = None
-    port: PositiveNumber | None = None
-    identity: PlainText | None = None
+    user: str | None = key(fields.user_name, None)
+    port: int | None = key(fields.positive_number, None)
+    identity: str | None = key(fields.plain_text, None)
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
-    """One machine."""
+class Node(NamedTuple):
+    """One machine. A named tuple: a large cluster has thousands, and they are made for every command."""
 
     name: str
     gpus: tuple[GpuModel, ...] = ()
@@ -98,7 +68,7 @@ class Node:
     constraint: str | None = None
     env: tuple[tuple[str, str], ...] = ()
     """Variables for the ranks on this node."""
-    ssh: Ssh = field(default_factory=Ssh)
+    ssh: Ssh = Ssh()
     sockets: int | None = None
     cores_per_socket: int | None = None
     threads_per_core: int | None = None
@@ -121,63 +91,53 @@ def gres_text(gpus: tuple[GpuModel, ...]) -> str:
 
 
 def _host_names(value: Any) -> tuple[str, ...]:
-    names = tuple(expand_hostlist(one_line(value)))
-    for name in names:
-        if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?", name):
-            raise ValueError(f"{name!r} is not a host name; letters, digits, - and . are accepted, as in gpu[01-04]")
-    return names
+    return tuple(map(fields.host_name, expand_hostlist(fields.one_line(value))))
 
 
+@dataclass(frozen=True, init=False)
 class NodeEntry(Schema):
     """An item of ``nodes:``; its name may be a host expression that stands for many equal machines."""
 
-    name: Annotated[tuple[str, ...], BeforeValidator(_host_names)]
-    gpus: Annotated[tuple[GpuEntry, ...], BeforeValidator(_gpu_models)] = ()
-    cpus: PositiveNumber | None = None
-    memory: MemoryMb | None = None
-    address: Address | None = None
-    interface: InterfaceName | None = None
-    partition: Word | None = None
-    constraint: Constraint | None = None
-    env: dict[EnvName, PlainText] = {}
-    ssh: Ssh = Ssh()
-    sockets: PositiveNumber | None = None
-    cores_per_socket: PositiveNumber | None = None
-    threads_per_core: PositiveNumber | None = None
-    features: tuple[Word, ...] = ()
-    os: Word | None = None
+    name: tuple[str, ...] = key(_host_names)
+    gpus: tuple[GpuModel, ...] = key(_gpu_models, ())
+    cpus: int | None = key(fields.positive_number, None)
+    memory: int | None = key(fields.memory_mb, None)
+    address: str | None = key(fields.address, None)
+    interface: str | None = key(fields.interface_name, None)
+    partition: str | None = key(fields.word, None)
+    constraint: str | None = key(fields.constraint, None)
+    env: dict[str, str] = key(mapping_of(fields.env_name, fields.plain_text), {})
+    ssh: Ssh = key(Ssh.read, Ssh())
+    sockets: int | None = key(fields.positive_number, None)
+    cores_per_socket: int | None = key(fields.positive_number, None)
+    threads_per_core: int | None = key(fields.positive_number, None)
+    features: tuple[str, ...] = key(tuple_of(fields.word), ())
+    os: str | None = key(fields.word, None)
 
-    @field_validator("address")
-    @classmethod
-    def _one_address_a_node(cls, address: str | None, info: ValidationInfo) -> str | None:
-        names = info.data.get("name", ())
-        if address is not None and len(names) > 1:
-            raise ValueError(f"{address!r} cannot be the address of {len(names)} nodes; give each an item of its own")
-        return address
+    def misfits(self) -> list[tuple[KeyPath, str]]:
+        if self.address is None or len(self.name) == 1:
+            return []
+        many = f"{self.address!r} cannot be the address of {len(self.name)} nodes; give each an item of its own"
+        return [(("address",), many)]
 
     def expand(self, cluster_ssh: Ssh) -> list[Node]:
-        ssh = cluster_ssh.model_copy(update=self.ssh.model_dump(exclude_none=True))
-        shared = {
-            "gpus": tuple(GpuModel(entry.type, entry.count, entry.minors) for entry in self.gpus),
-            "memory_mb": self.memory,
-            "env": tuple(self.env.items()),
-            "ssh": ssh,
-            **{
-                name: getattr(self, name)
-                for name in ("cpus", "address", "interface", "partition", "constraint", "sockets",
-                             "cores_per_socket", "threads_per_core", "features", "os")
-            },
-        }  # fmt: skip
-        return [Node(name=name, **shared) for name in self.name]
+        first, *others = self.name
+        node = Node(
+            first, self.gpus, self.cpus, self.memory, self.address, self.interface, self.partition, self.constraint,
+            tuple(self.env.items()), cluster_ssh.replaced(**{name: getattr(self.ssh, name) for name in self.ssh.given}),
+            self.sockets, self.cores_per_socket, self.threads_per_core, self.features, self.os,
+        )  # fmt: skip
+        return [node, *(Node(name, *node[1:]) for name in others)]
 
 
+@dataclass(frozen=True, init=False)
 class ClusterFile(Schema):
     """The keys of cluster.yaml."""
 
-    name: Word = "cluster"
-    nodes: tuple[NodeEntry, ...]
-    controller: Word | None = None
-    ssh: Ssh = Ssh()
+    name: str = key(fields.word, "cluster")
+    nodes: tuple[NodeEntry, ...] = key(tuple_of(NodeEntry.read))
+    controller: str | None = key(fields.word, None)
+    ssh: Ssh = key(Ssh.read, Ssh())
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +153,7 @@ class Cluster:
     def load(cls, path: str | Path) -> "Cluster":
         """Read and check a cluster.yaml. Raises ClusterError with all faults of the file, a line each."""
         file = load_yaml(Path(path), ClusterError)
-        return cls._from_file(validate(ClusterFile, file, ClusterError), file)
+        return cls._from_file(validate(ClusterFile.read, file, ClusterError), file)
 
     @classmethod
     def _from_file(cls, checked: ClusterFile, file: YamlFile) -> "Cluster":

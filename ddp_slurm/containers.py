@@ -6,9 +6,10 @@ Pure: options to words of a shell. The working folder is mounted at the same pat
 import os
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from .fields import Schema, plain_text
+from .fields import plain_text
 from .templating import shell_quote
 
 ENGINES = {
@@ -20,15 +21,17 @@ SEPARATORS = re.compile(r'[,:"\\]')
 """docker, apptainer and pyxis split mounts at these, each in its own way and without an escape that all know."""
 
 
-class Container(Schema):
+@dataclass(frozen=True)
+class Container:
     """``ENGINE:IMAGE`` of --container."""
 
     engine: str
     image: str
 
     @classmethod
-    def parse(cls, value: Any) -> Any:
-        if not isinstance(value, str):
+    def read(cls, value: Any) -> "Container":
+        """Raises ValueError."""
+        if isinstance(value, cls):
             return value
         engine, colon, image = plain_text(value).partition(":")
         if engine not in ENGINES or not colon:
@@ -39,7 +42,8 @@ class Container(Schema):
         return cls(engine=engine, image=image)
 
 
-class Mount(Schema):
+@dataclass(frozen=True)
+class Mount:
     """``SOURCE[:TARGET[:ro]]`` of --mount; the target is the source's path where it is not said."""
 
     source: str
@@ -47,8 +51,9 @@ class Mount(Schema):
     read_only: bool = False
 
     @classmethod
-    def parse(cls, value: Any) -> Any:
-        if not isinstance(value, str):
+    def read(cls, value: Any) -> "Mount":
+        """Raises ValueError."""
+        if isinstance(value, cls):
             return value
         source, *rest = plain_text(value).split(":")
         source = os.path.expanduser(source)

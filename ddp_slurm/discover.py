@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-import pydantic
 import yaml
 
 from .backends.sbatch import clean_environ
@@ -16,6 +15,7 @@ from .console import say
 from .errors import DdpSlurmError
 from .fields import memory_text
 from .hostlist import compress_hostlist
+from .schema import Invalid
 
 TIMEOUT_SECONDS = 60
 UNUSABLE = {
@@ -145,12 +145,9 @@ def _node(record: dict[str, str], partitions: dict[str, bool], here: list[str]) 
         **_topology(record, cpus),
     }
     try:
-        return NodeEntry.model_validate(entry).expand(Ssh())[0], dropped
-    except pydantic.ValidationError as invalid:
-        fault = invalid.errors(include_url=False)[0]
-        raise DiscoverError(
-            f"node {record['NodeName']!r} of the live Slurm: {fault['loc'][0]}: {fault['msg']}; write a cluster.yaml"
-        ) from None
+        return NodeEntry.read(entry).expand(Ssh())[0], dropped
+    except Invalid as invalid:
+        raise DiscoverError(f"node {record['NodeName']!r} of the live Slurm: {invalid}; write a cluster.yaml") from None
 
 
 def _gpus(gres: str) -> tuple[list[dict[str, object]], list[str]]:

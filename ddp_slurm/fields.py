@@ -5,41 +5,41 @@ accepts and refuses the rest with the value and an example.
 """
 
 import re
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from .schema import Reader, short
 
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\u0085\u2028\u2029]")
 
 
-class Schema(BaseModel):
-    """Base of the models: immutable, and an unknown key is a fault."""
-
-    # defer_build: a model that only stands within others needs no validator of its own.
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
-
-
-def _matching(pattern: str, wanted: str) -> BeforeValidator:
+def _matching(pattern: str, wanted: str) -> Reader[str]:
     compiled = re.compile(pattern)
 
     def check(value: Any) -> str:
         if not isinstance(value, str):
-            raise ValueError(f"{_short(value)} is not {wanted}")
+            raise ValueError(f"{short(value)} is not {wanted}")
         if not compiled.fullmatch(value):
             raise ValueError(f"{value!r} is not {wanted}")
         return value
 
-    return BeforeValidator(check)
+    return check
 
 
-def _short(value: Any) -> str:
-    return "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list) else repr(value)
+def one_of(*words: str) -> Reader[str]:
+    """Reader of one of a few words."""
+
+    def check(value: Any) -> str:
+        if value not in words:
+            raise ValueError(f"{short(value)} is not accepted here; {' and '.join(words)} are")
+        return str(value)
+
+    return check
 
 
 def one_line(value: Any) -> str:
     """Text without control characters: a newline would begin another directive or command."""
     if not isinstance(value, str):
-        raise ValueError(f"{_short(value)} is not a text")
+        raise ValueError(f"{short(value)} is not a text")
     if CONTROL_CHARACTERS.search(value):
         raise ValueError(f"{value!r} has a newline or another control character in it; it must be one line")
     return value
@@ -58,7 +58,7 @@ def plain_text(value: Any) -> str:
 def env_name(value: Any) -> str:
     """A variable's name that is not the launcher's business."""
     if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
-        raise ValueError(f"{_short(value)} is not a variable's name; letters, digits and _ are accepted")
+        raise ValueError(f"{short(value)} is not a variable's name; letters, digits and _ are accepted")
     if value in ("CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         raise ValueError(f"{value!r} differs from rank to rank; the launcher sets it")
     return value
@@ -69,7 +69,7 @@ def whole_number(value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     if not (isinstance(value, str) and re.fullmatch(r"[0-9]{1,9}", value)):
-        raise ValueError(f"{_short(value)} is not a whole number, such as 4")
+        raise ValueError(f"{short(value)} is not a whole number, such as 4")
     return int(value)
 
 
@@ -84,7 +84,7 @@ def seconds(value: Any) -> float:
     """A time >= 0, such as 0.004 or 4e-3."""
     if isinstance(value, str) and re.fullmatch(r"[0-9]*\.?[0-9]+([eE]-?[0-9]{1,2})?", value):
         return float(value)
-    raise ValueError(f"{_short(value)} is not a number of seconds >= 0, such as 0.004")
+    raise ValueError(f"{short(value)} is not a number of seconds >= 0, such as 0.004")
 
 
 MEMORY_FORM = "a whole number with K, M, G or T, such as 64G"
@@ -99,7 +99,7 @@ def memory_mb(value: Any) -> int:
     megabytes = int(int(match[1]) * _MEMORY_MB[match[2].upper()]) if match else 0
     if megabytes < 1:
         hint = f": Slurm reads it as MiB; write {value}M or {value}G" if str(value).isdigit() and value != "0" else ""
-        raise ValueError(f"{_short(value)} is not a memory size{hint or f'; write {MEMORY_FORM}'}")
+        raise ValueError(f"{short(value)} is not a memory size{hint or f'; write {MEMORY_FORM}'}")
     return megabytes
 
 
@@ -108,44 +108,25 @@ def memory_text(megabytes: int) -> str:
     return f"{megabytes // 1024}G" if megabytes % 1024 == 0 else f"{megabytes}M"
 
 
-WholeNumber = Annotated[int, BeforeValidator(whole_number)]
-PositiveNumber = Annotated[int, BeforeValidator(positive_number)]
-Seconds = Annotated[float, BeforeValidator(seconds)]
-MemoryMb = Annotated[int, BeforeValidator(memory_mb)]
-OneLine = Annotated[str, BeforeValidator(one_line)]
-PlainText = Annotated[str, BeforeValidator(plain_text)]
-
-Word = Annotated[
-    str,
-    _matching(r"[A-Za-z0-9_][A-Za-z0-9_.+@-]*", "a plain word; letters, digits and _ . - + @ are accepted"),
-]
+word = _matching(r"[A-Za-z0-9_][A-Za-z0-9_.+@-]*", "a plain word; letters, digits and _ . - + @ are accepted")
 """A partition, account, QOS or cluster name."""
 
-GpuType = Annotated[
-    str,
-    _matching(
-        r"[A-Za-z0-9_][A-Za-z0-9_.-]*", "a gres type; letters, digits and _ . - are accepted, as in a100 or rtx_3090"
-    ),
-]
-HostName = Annotated[
-    str, _matching(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?", "a host name; letters, digits, - and . are accepted")
-]
-Address = Annotated[
-    str, _matching(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(%[A-Za-z0-9_.-]+)?",
-                   "a host name or an IPv4 or IPv6 address")
-]  # fmt: skip
-InterfaceName = Annotated[
-    str, _matching(r"[A-Za-z0-9_][A-Za-z0-9_.@:-]{0,14}", "a network interface's name, such as eno1")
-]
-Constraint = Annotated[
-    str, _matching(r"[A-Za-z0-9_.+&|,!*()\[\]-]+", "a constraint in Slurm's words, such as volta&nvlink")
-]
-EnvName = Annotated[str, BeforeValidator(env_name)]
-UserName = Annotated[str, _matching(r"[A-Za-z_][A-Za-z0-9_.-]*", "a user's name")]
-TimeLimit = Annotated[
-    str,
-    _matching(
-        r"[0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}|UNLIMITED|INFINITE",
-        "a time limit in Slurm's format: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S, such as 12:00:00 for twelve hours",
-    ),
-]
+partitions = _matching(r"[A-Za-z0-9_][A-Za-z0-9_.,+@-]*", "a partition, or several with commas between them")
+gpu_type = _matching(
+    r"[A-Za-z0-9_][A-Za-z0-9_.-]*", "a gres type; letters, digits and _ . - are accepted, as in a100 or rtx_3090"
+)
+host_name = _matching(
+    r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?",
+    "a host name; letters, digits, - and . are accepted, as in gpu[01-04]",
+)
+address = _matching(
+    r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(%[A-Za-z0-9_.-]+)?",
+    "a host name or an IPv4 or IPv6 address",
+)
+interface_name = _matching(r"[A-Za-z0-9_][A-Za-z0-9_.@:-]{0,14}", "a network interface's name, such as eno1")
+constraint = _matching(r"[A-Za-z0-9_.+&|,!*()\[\]-]+", "a constraint in Slurm's words, such as volta&nvlink")
+user_name = _matching(r"[A-Za-z_][A-Za-z0-9_.-]*", "a user's name")
+time_limit = _matching(
+    r"[0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}|UNLIMITED|INFINITE",
+    "a time limit in Slurm's format: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S, such as 12:00:00 for twelve hours",
+)

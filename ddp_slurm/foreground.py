@@ -46,7 +46,7 @@ def _keep(plan: Plan, backend: str, script: str, cluster_file: Path | None) -> R
     now, pid = time.time(), os.getpid()
     job_id = f"{backend}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime(now))}-{pid}"
     runs = runs_folder(plan.options.output)
-    asked_for = log_path(plan, job_id) if "output" in plan.options.model_fields_set else None
+    asked_for = log_path(plan, job_id) if "output" in plan.options.given else None
     return keep_run(
         plan, runs=runs, job_id=job_id, backend=backend, script=script, cluster_file=cluster_file, submitted_at=now,
         log=asked_for or str(runs / job_id / LOG),

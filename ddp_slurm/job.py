@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pydantic
-
 from .cluster import Cluster
 from .console import say
 from .errors import DdpSlurmError
 from .options import JobOptions, OptionsError
 from .plan import Plan, make_plan
-from .yaml_file import describe_fault, load_yaml, validate
+from .schema import Invalid, fault_text
+from .yaml_file import load_yaml, validate
 
 DEFAULT_CLUSTER = Path("cluster.yaml")
 
@@ -33,13 +32,13 @@ def load_options(request: Request) -> JobOptions:
     options, typed = JobOptions(), JobOptions()
     try:
         if request.job is not None:
-            options = validate(JobOptions, load_yaml(request.job, OptionsError), OptionsError)
+            options = validate(JobOptions.read, load_yaml(request.job, OptionsError), OptionsError)
     except OptionsError as fault:
         faults.append(str(fault))
     try:
-        typed = JobOptions.model_validate(dict(request.options))
-    except pydantic.ValidationError as invalid:
-        faults += [f"--{describe_fault(JobOptions, fault)}" for fault in invalid.errors(include_url=False)]
+        typed = JobOptions(**{name.replace("_", "-"): value for name, value in request.options.items()})
+    except Invalid as invalid:
+        faults += [f"--{fault_text(*fault)}" for fault in invalid.faults]
     if faults:
         raise OptionsError("\n".join(faults))
     options = options.merged_with(typed)

@@ -11,12 +11,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import TextIO
 
-import typer
-
-from .console import say
+from .console import Commands, add_command, say
 from .errors import DdpSlurmError
+from .fields import whole_number
 from .logs import GrowingLog, RankFilter
 from .runs import Run, find_run
 from .state import (
@@ -183,18 +182,20 @@ def status_text(job: Job, state: JobState) -> str:
     return "\n".join(lines) + "\n"
 
 
-JobId = Annotated[
-    str, typer.Argument(metavar="JOBID", help="the id that submit printed, such as 48", show_default=False)
-]
-Folder = Annotated[
-    Path | None,
-    typer.Option(help="the folder of the job's log; default this one, and those in it", show_default=False),
-]
+def add_commands(commands: Commands) -> None:
+    """status, logs and cancel."""
+    one, log, end = (add_command(commands, function.__name__, function) for function in (status, logs, cancel))
+    for command in (one, log, end):
+        command.add_argument("job_id", metavar="JOBID", help="the id that submit printed, such as 48")
+        command.add_argument(
+            "--folder", type=Path, help="the folder of the job's log; default this one, and those in it"
+        )
+    one.add_argument("--json", action="store_true", dest="as_json", help="for programs")
+    log.add_argument("--follow", action="store_true", dest="follow_it", help="stay until the job ends; Ctrl-C detaches")
+    log.add_argument("--rank", type=whole_number, metavar="N", help="only this rank's lines")
 
 
-def status(
-    job_id: JobId, folder: Folder = None, as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False
-) -> None:
+def status(job_id: str, folder: Path | None = None, as_json: bool = False) -> None:
     """Show a job's state: each component's nodes, reason, exit status and restarts."""
     job = Job.find(job_id, folder)
     state = job.state()
@@ -206,12 +207,7 @@ def status(
     print(json.dumps({**state.as_dict(), "log": (run.log if run else None) or state.log, **kept}, indent=1))
 
 
-def logs(
-    job_id: JobId,
-    follow_it: Annotated[bool, typer.Option("--follow", help="stay until the job ends; Ctrl-C detaches")] = False,
-    rank: Annotated[int | None, typer.Option(min=0, help="only this rank's lines", show_default=False)] = None,
-    folder: Folder = None,
-) -> None:
+def logs(job_id: str, follow_it: bool = False, rank: int | None = None, folder: Path | None = None) -> None:
     """Print a job's log."""
     job = Job.find(job_id, folder)
     keep = _rank_filter(job, rank)
@@ -246,7 +242,7 @@ def _rank_filter(job: Job, rank: int | None) -> Callable[[str], bool]:
     return RankFilter(rank)
 
 
-def cancel(job_id: JobId, folder: Folder = None) -> None:
+def cancel(job_id: str, folder: Path | None = None) -> None:
     """End a job: all of its components."""
     job = Job.find(job_id, folder)
     state = job.state()

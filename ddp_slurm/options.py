@@ -2,28 +2,15 @@
 
 import re
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BeforeValidator, ConfigDict, Field, field_validator
-
+from . import fields
 from .containers import Container, Mount
 from .errors import DdpSlurmError
-from .fields import (
-    MEMORY_FORM,
-    EnvName,
-    MemoryMb,
-    OneLine,
-    PlainText,
-    PositiveNumber,
-    Schema,
-    TimeLimit,
-    WholeNumber,
-    Word,
-    one_line,
-    plain_text,
-)
 from .hostlist import expand_hostlist
+from .schema import Reader, Schema, key, mapping_of, tuple_of
 
 
 class OptionsError(DdpSlurmError):
@@ -54,7 +41,8 @@ SBATCH_KEYS_OF_THE_PLAN = {
 }  # fmt: skip
 
 
-class SbatchOption(Schema):
+@dataclass(frozen=True)
+class SbatchOption:
     """Any other sbatch option, for all components or for one."""
 
     component: int | None
@@ -62,8 +50,11 @@ class SbatchOption(Schema):
     value: str | None
 
     @classmethod
-    def parse(cls, text: Any) -> "SbatchOption":
-        match = re.fullmatch(r"(?:([0-9]{1,3}):)?(?:--)?([a-z][a-z0-9-]*)(?:=(.*))?", plain_text(text))
+    def read(cls, text: Any) -> "SbatchOption":
+        """Raises ValueError."""
+        if isinstance(text, cls):
+            return text
+        match = re.fullmatch(r"(?:([0-9]{1,3}):)?(?:--)?([a-z][a-z0-9-]*)(?:=(.*))?", fields.plain_text(text))
         if not match:
             raise ValueError(
                 f"{text!r} is not KEY=VALUE or COMPONENT:KEY=VALUE, such as 'reservation=lab' or '1:mincpus=4'"
@@ -74,34 +65,35 @@ class SbatchOption(Schema):
         return cls(component=None if component is None else int(component), key=key, value=value)
 
 
-def _key_values(value: Any) -> Any:
-    """``["K=V", ...]`` of the command line as a mapping."""
-    if not isinstance(value, list):
-        return value
-    pairs = {}
-    for item in value:
-        name, equals, text = one_line(item).partition("=")
-        if not equals:
-            raise ValueError(f"{item!r} is not NAME=VALUE")
-        pairs[name] = text
-    return pairs
+def _env(value: Any) -> dict[str, str]:
+    """A mapping, or ``["NAME=VALUE", ...]`` of the command line."""
+    if isinstance(value, list):
+        pairs = {}
+        for item in value:
+            name, equals, text = fields.one_line(item).partition("=")
+            if not equals:
+                raise ValueError(f"{item!r} is not NAME=VALUE")
+            pairs[name] = text
+        value = pairs
+    return mapping_of(fields.env_name, fields.plain_text)(value)
 
 
-def _words(value: Any) -> Any:
+def _words(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         try:
-            return tuple(shlex.split(one_line(value)))
+            value = shlex.split(fields.one_line(value))
         except ValueError as fault:
             raise ValueError(f"{value!r} cannot be split into words as a shell would: {fault}") from None
-    return value
+    return tuple_of(fields.one_line)(value)
 
 
-def _list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+def _list_of(read: Reader[Any]) -> Reader[tuple[Any, ...]]:
+    """Reader of a list, or of its only item."""
+    return lambda value: tuple_of(read)([value] if isinstance(value, str) else value)
 
 
 def _job_name(value: Any) -> str:
-    name = plain_text(value)
+    name = fields.plain_text(value)
     if not name or "/" in name or name != name.strip():
         raise ValueError(
             f"{value!r} is not a job name: it becomes part of the log's file name, so no / and no blank ends"
@@ -109,118 +101,134 @@ def _job_name(value: Any) -> str:
     return name
 
 
-def _sbatch_options(value: Any) -> Any:
-    return [SbatchOption.parse(item) if isinstance(item, str) else item for item in _list(value)]
-
-
-def _mounts(value: Any) -> Any:
-    return [Mount.parse(item) for item in _list(value)]
-
-
-def _launcher(value: Any) -> Any:
-    if value not in ("srun", "torchrun"):
-        raise ValueError(f"{value!r} is not a launcher; srun and torchrun are")
-    return value
-
-
-def _ranks(value: Any) -> Any:
-    if value not in ("gpu", "node"):
-        raise ValueError(f"{value!r} is not what a rank is for; gpu and node are")
-    return value
-
-
 def _node_list(value: Any) -> tuple[str, ...]:
-    return tuple(expand_hostlist(one_line(value))) if isinstance(value, str) else tuple(value)
+    return tuple(expand_hostlist(fields.one_line(value))) if isinstance(value, str) else tuple_of(fields.word)(value)
 
 
+@dataclass(frozen=True, init=False)
 class JobOptions(Schema):
-    """One job. Field names are job.yaml's keys and the long options, with ``_`` or ``-``."""
+    """One job. The fields are job.yaml's keys and the long options, with ``-`` for ``_``."""
 
-    model_config = ConfigDict(alias_generator=lambda name: name.replace("_", "-"), populate_by_name=True)
-
-    command: Annotated[tuple[OneLine, ...], BeforeValidator(_words)] = Field((), description="what every rank runs")
-    nodes: Annotated[tuple[str, ...] | None, BeforeValidator(_node_list)] = Field(
-        None, description="only these nodes, as a host list such as gpu[01-03],alpha; the first is the host of rank 0"
-    )
-    gpus: PositiveNumber | None = Field(None, description="only the first N GPUs, in the order of the nodes")
-    name: Annotated[str, BeforeValidator(_job_name)] | None = Field(None, description="the job's name")
-    time: TimeLimit | None = Field(None, description="time limit in Slurm's format, such as 12:00:00 or 2-00")
-    output: PlainText = Field(
-        "%x-%j.out", description="log file; %x is the job's name, %j its id; ~ and $USER are expanded, folders are made"
-    )
-    partition: Annotated[str, BeforeValidator(one_line)] | None = Field(
-        None, description="partition of all components; default each node's own in cluster.yaml"
-    )
-    account: Word | None = Field(None, description="the account to charge")
-    qos: Word | None = Field(None, description="quality of service")
-    cpus_per_task: PositiveNumber | None = Field(
-        None, description="CPU cores of each rank; default a node's cpus divided by its GPUs"
-    )
-    memory: MemoryMb | None = Field(
-        None, description=f"memory on each node, {MEMORY_FORM}; default the node's, in proportion to the GPUs used"
-    )
-    signal_seconds: PositiveNumber | None = Field(
+    command: tuple[str, ...] = key(_words, (), "COMMAND", "what every rank runs, after --")
+    nodes: tuple[str, ...] | None = key(
+        _node_list,
         None,
-        description="send the ranks SIGUSR2 this many seconds before the time limit: they save a snapshot and stop",
+        "LIST",
+        "only these nodes, as a host list such as gpu[01-03],alpha; the first is the host of rank 0",
     )
-    max_restarts: WholeNumber = Field(
+    gpus: int | None = key(fields.positive_number, None, "N", "only the first N GPUs, in the order of the nodes")
+    name: str | None = key(_job_name, None, "NAME", "the job's name")
+    time: str | None = key(fields.time_limit, None, "TIME", "time limit in Slurm's format, such as 12:00:00 or 2-00")
+    output: str = key(
+        fields.plain_text,
+        "%x-%j.out",
+        "FILE",
+        "log file; %x is the job's name, %j its id; ~ and $USER are expanded, folders are made",
+    )
+    partition: str | None = key(
+        fields.partitions,
+        None,
+        "NAME",
+        "partition of all components; default each node's own in cluster.yaml",
+    )
+    account: str | None = key(fields.word, None, "NAME", "the account to charge")
+    qos: str | None = key(fields.word, None, "NAME", "quality of service")
+    cpus_per_task: int | None = key(
+        fields.positive_number,
+        None,
+        "N",
+        "CPU cores of each rank; default a node's cpus divided by its GPUs",
+    )
+    memory: int | None = key(
+        fields.memory_mb,
+        None,
+        "SIZE",
+        f"memory on each node, {fields.MEMORY_FORM}; default the node's, in proportion to the GPUs used",
+    )
+    signal_seconds: int | None = key(
+        fields.positive_number,
+        None,
+        "N",
+        "send the ranks SIGUSR2 this many seconds before the time limit: they save a snapshot and stop",
+    )
+    max_restarts: int = key(
+        fields.whole_number,
         0,
-        description="requeue the job at most N times: after a stop at the time limit, or after a node failed; with "
+        "N",
+        "requeue the job at most N times: after a stop at the time limit, or after a node failed; with "
         "torchrun also: start the ranks again at most N times after one of them failed",
     )
-    env: Annotated[dict[EnvName, PlainText], BeforeValidator(_key_values)] = Field(
-        {}, description="NAME=VALUE, a variable for the ranks; can be repeated"
+    env: dict[str, str] = key(_env, {}, "NAME=VALUE", "a variable for the ranks; can be repeated")
+    setup: tuple[str, ...] = key(
+        _list_of(fields.one_line),
+        (),
+        "LINE",
+        "a shell line to run first, on the batch host, such as 'module load cuda'; can be repeated",
     )
-    setup: Annotated[tuple[OneLine, ...], BeforeValidator(_list)] = Field(
-        (), description="a shell line to run first, on the batch host, such as 'module load cuda'; can be repeated"
+    python: str | None = key(fields.plain_text, None, "PATH", "the interpreter that 'python' in the command stands for")
+    conda_env: str | None = key(fields.plain_text, None, "NAME", "conda environment to activate, a name or a path")
+    venv: str | None = key(
+        fields.plain_text, None, "FOLDER", "virtual environment to use, the folder that holds bin/python"
     )
-    python: PlainText | None = Field(None, description="the interpreter that 'python' in the command stands for")
-    conda_env: PlainText | None = Field(None, description="conda environment to activate, a name or a path")
-    venv: PlainText | None = Field(None, description="virtual environment to use, the folder that holds bin/python")
-    ranks: Annotated[Literal["gpu", "node"], BeforeValidator(_ranks)] = Field(
-        "gpu", description="gpu: a rank for each GPU; node: one for each node, which drives all its GPUs"
+    ranks: str = key(
+        fields.one_of("gpu", "node"),
+        "gpu",
+        "gpu|node",
+        "gpu: a rank for each GPU; node: one for each node, which drives all its GPUs",
     )
-    launcher: Annotated[Literal["srun", "torchrun"], BeforeValidator(_launcher)] = Field(
-        "srun", description="what starts the ranks of a Slurm job: srun, one task a GPU, or torchrun, one a node"
+    launcher: str = key(
+        fields.one_of("srun", "torchrun"),
+        "srun",
+        "srun|torchrun",
+        "what starts the ranks of a Slurm job: srun, one task a GPU, or torchrun, one a node",
     )
-    container: Annotated[Container, BeforeValidator(Container.parse)] | None = Field(
+    container: Container | None = key(
+        Container.read,
         None,
-        description="ENGINE:IMAGE to run in; under Slurm pyxis or apptainer, without it docker or apptainer",
+        "ENGINE:IMAGE",
+        "what to run in; under Slurm pyxis or apptainer, without it docker or apptainer",
     )
-    mount: Annotated[tuple[Mount, ...], BeforeValidator(_mounts)] = Field(
-        (), description="SOURCE[:TARGET[:ro]] to mount in the container besides the working folder; can be repeated"
+    mount: tuple[Mount, ...] = key(
+        _list_of(Mount.read),
+        (),
+        "SOURCE[:TARGET[:ro]]",
+        "what to mount in the container besides the working folder; can be repeated",
     )
-    container_network: Word | None = Field(
-        None, description="docker's overlay network that joins the nodes' containers; default the nodes' own network"
+    container_network: str | None = key(
+        fields.word,
+        None,
+        "NAME",
+        "docker's overlay network that joins the nodes' containers; default the nodes' own network",
     )
-    global_batch_size: PositiveNumber | None = Field(
-        None, description="samples of one optimizer step over all ranks; the same update however it is shared out"
+    global_batch_size: int | None = key(
+        fields.positive_number,
+        None,
+        "N",
+        "samples of one optimizer step over all ranks; the same update however it is shared out",
     )
-    balance: PlainText = Field(
+    balance: str = key(
+        fields.plain_text,
         "equal",
-        description="how the global batch is shared out: 'equal', 'measured' (at the start), or a YAML file of speeds",
+        "equal|measured|FILE",
+        "how the global batch is shared out: 'equal', 'measured' (at the start), or a YAML file of speeds",
     )
-    sbatch: Annotated[tuple[SbatchOption, ...], BeforeValidator(_sbatch_options)] = Field(
-        (), description="KEY=VALUE, any other sbatch option, or COMPONENT:KEY=VALUE for one component; can be repeated"
+    sbatch: tuple[SbatchOption, ...] = key(
+        _list_of(SbatchOption.read),
+        (),
+        "KEY=VALUE",
+        "any other sbatch option, or COMPONENT:KEY=VALUE for one component; can be repeated",
     )
-
-    @field_validator("partition")
-    @classmethod
-    def _partition_words(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.,+@-]*", value):
-            raise ValueError(f"{value!r} is not a partition, or several with commas between them")
-        return value
 
     def merged_with(self, other: "JobOptions") -> "JobOptions":
         """These options under the ``other`` ones; env, setup, mount and sbatch add up."""
-        given = {name: getattr(other, name) for name in other.model_fields_set}
+        given = {name: getattr(other, name) for name in other.given}
         added = {
             "env": {**self.env, **other.env},
             "setup": self.setup + other.setup,
             "sbatch": self.sbatch + other.sbatch,
             "mount": self.mount + other.mount,
         }
-        return self.model_copy(update={**given, **added})
+        return self.replaced(**{**given, **added})
 
     def check_together(self) -> None:
         """Raises OptionsError for options that do not go together."""

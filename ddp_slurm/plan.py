@@ -5,17 +5,16 @@ Pure: takes a Cluster and JobOptions, returns a Plan, runs and reads nothing but
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain, groupby, repeat
 from pathlib import Path
-
-from pydantic import RootModel
 
 from .balance import apportion, equal_shares, split_batch
 from .cluster import Cluster, GpuModel, Node, gres_text
 from .errors import DdpSlurmError, did_you_mean
-from .fields import GpuType, HostName, PositiveNumber, Schema, Seconds
+from .fields import positive_number, seconds, word
 from .hostlist import compress_hostlist, compress_tasks_per_node
 from .options import JobOptions
+from .schema import Schema, key, mapping_of
 from .yaml_file import load_yaml, validate
 
 
@@ -109,7 +108,9 @@ class Plan:
     @property
     def tasks_per_node(self) -> str:
         """Tasks on each node in the order of node ranks, ``1,2(x3)``."""
-        return compress_tasks_per_node(c.tasks_per_node for c in self.components for _ in c.nodes)
+        return compress_tasks_per_node(
+            chain.from_iterable(repeat(c.tasks_per_node, len(c.nodes)) for c in self.components)
+        )
 
     @property
     def first_nodes(self) -> tuple[int, ...]:
@@ -117,7 +118,7 @@ class Plan:
         return (0, *accumulate(len(component.nodes) for component in self.components))[:-1]
 
     def with_output(self, path: str) -> "Plan":
-        return replace(self, options=self.options.model_copy(update={"output": path}))
+        return replace(self, options=self.options.replaced(output=path))
 
     def ranks(self) -> Iterator[PlannedRank]:
         """Every rank, in order."""
@@ -149,12 +150,9 @@ def make_plan(cluster: Cluster, options: JobOptions) -> Plan:
     GPUs is the host of rank 0. Raises PlanError where the options ask for nodes or GPUs that are not there.
     """
     groups: dict[Component, list[str]] = {}
-    alike: dict[tuple[object, ...], list[str]] = {}  # thousands of nodes, a handful of shapes: each is made once
-    for node, count in _chosen_nodes(cluster, options):
-        key = (count, node.gpus, node.cpus, node.memory_mb, node.partition, node.constraint, node.interface, node.env)
-        if key not in alike:
-            alike[key] = groups.setdefault(_shape(node, count, options), [])
-        alike[key].append(node.name)
+    for _, alike in groupby(_chosen_nodes(cluster, options), key=_what_shapes):  # each shape is made once, not per node
+        same = list(alike)
+        groups.setdefault(_shape(*same[0], options), []).extend(node.name for node, _ in same)
     components = tuple(replace(shape, nodes=tuple(sorted(names, key=_natural))) for shape, names in groups.items())
     by_name = {node.name: node for node in cluster.nodes}
     machines = tuple(by_name[name] for component in components for name in component.nodes)
@@ -173,15 +171,21 @@ def _chosen_nodes(cluster: Cluster, options: JobOptions) -> Iterator[tuple[Node,
                     f"--nodes: {name!r} is not a node of cluster {cluster.name!r}{did_you_mean(name, list(by_name))}"
                 )
         nodes = tuple(by_name[name] for name in dict.fromkeys(options.nodes))
-    available = sum(node.gpu_count for node in nodes)
+    counted = [(node, node.gpu_count) for node in nodes]
+    available = sum(count for _, count in counted)
     wanted = options.gpus or available
     if wanted > available or not available:
         raise PlanError(f"--gpus: {wanted} asked for, but {_described(nodes)} have {available}")
-    for node in nodes:
-        count = min(node.gpu_count, wanted)
+    for node, present in counted:
+        count = min(present, wanted)
         if count:
             wanted -= count
             yield node, count
+
+
+def _what_shapes(chosen: tuple[Node, int]) -> tuple[object, ...]:
+    node, count = chosen
+    return count, node.gpus, node.cpus, node.memory_mb, node.partition, node.constraint, node.interface, node.env
 
 
 def _described(nodes: tuple[Node, ...]) -> str:
@@ -224,16 +228,17 @@ def _natural(name: str) -> tuple[str, int, str]:
     return prefix, int(digits or -1), digits
 
 
+@dataclass(frozen=True, init=False)
 class Speed(Schema):
     """Seconds of one optimizer step on a GPU that gets n samples: ``alpha + beta * n``."""
 
-    alpha: Seconds = 0.0
-    beta: Seconds
-    max_batch: PositiveNumber | None = None
+    alpha: float = key(seconds, 0.0)
+    beta: float = key(seconds)
+    max_batch: int | None = key(positive_number, None)
 
 
-class Speeds(RootModel[dict[GpuType | HostName, Speed]]):
-    """The file of ``--balance FILE``: GPU types or node names, a node's own entry before its type's."""
+read_speeds = mapping_of(word, Speed.read)
+"""The file of ``--balance FILE``: GPU types or node names, a node's own entry before its type's."""
 
 
 def _shares(plan: Plan, options: JobOptions) -> tuple[int, ...] | None:
@@ -245,7 +250,7 @@ def _shares(plan: Plan, options: JobOptions) -> tuple[int, ...] | None:
     if options.balance == "equal":
         return tuple(equal_shares(batch, plan.world_size))
     path = Path(options.balance).expanduser()
-    speeds = validate(Speeds, load_yaml(path, PlanError), PlanError).root
+    speeds = validate(read_speeds, load_yaml(path, PlanError), PlanError)
     per_rank = []
     for rank in plan.ranks():
         speed = speeds.get(rank.node) or speeds.get(rank.gpu_type or "")

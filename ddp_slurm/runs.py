@@ -30,6 +30,7 @@ from .fields import memory_text
 from .files import write_whole
 from .options import JobOptions
 from .plan import Plan
+from .schema import keys_of
 from .state import JobState
 
 RUNS_FOLDER = "ddp_slurm_runs"
@@ -227,14 +228,14 @@ def _self_contained(options: JobOptions, folder: Path) -> JobOptions:
         return options
     copy = folder / "speeds.yaml"
     shutil.copyfile(Path(options.balance).expanduser(), copy)
-    return options.model_copy(update={"balance": str(copy)})
+    return options.replaced(balance=str(copy))
 
 
 def job_yaml(options: JobOptions) -> str:
     """The options as a job.yaml that gives the same ones again."""
     values: dict[str, Any] = {}
-    for name, field in JobOptions.model_fields.items():
-        if (value := getattr(options, name)) != field.default:
+    for name, key in keys_of(JobOptions).items():
+        if (value := getattr(options, name)) != key.default:
             values[name.replace("_", "-")] = _job_value(name, value)
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1_000_000)
 

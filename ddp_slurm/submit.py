@@ -1,16 +1,11 @@
 """``python -m ddp_slurm.submit [OPTIONS] [-- COMMAND ...]``: plan a job and start it; also ``ddp-slurm submit``."""
 
-import inspect
 import os
 import re
 import sys
 import time
-from collections.abc import Callable
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from . import console
 from .backends import sbatch
@@ -20,102 +15,87 @@ from .options import JobOptions, OptionsError
 from .plan import Plan
 from .render import render_sbatch
 from .runs import keep_run, make_runs_folder, runs_folder
+from .schema import keys_of
+
+BACKENDS = ("auto", "sbatch", "submitit", "torchrun", "local")
 
 
-class Backend(str, Enum):
-    """Where the ranks are started."""
+def add_job_options(parser: console.Parser) -> None:
+    """Every key of JobOptions as an option: one schema makes job.yaml's keys, the options and their help.
 
-    auto = "auto"
-    sbatch = "sbatch"
-    submitit = "submitit"
-    torchrun = "torchrun"
-    local = "local"
-
-
-def takes_job_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a command every field of JobOptions as an option, and pass them on as one Request in ``request``.
-
-    One schema makes job.yaml's keys, the options and their help; texts go through unchanged, the schema checks them.
+    Texts go through unchanged, the schema checks them.
     """
-    own = [p for p in inspect.signature(function).parameters.values() if p.name != "request"]
-    file_options = [
-        _option("cluster", Path | None, "the machines; default ./cluster.yaml, else the live Slurm"),
-        _option("job", Path | None, "a YAML file with any of the options below as keys"),
-    ]
-    job_options = [
-        _option(name, list[str] | None if _is_repeated(name) else str | None, _help(name))
-        for name in JobOptions.model_fields
-        if name != "command"
-    ]
-    words = Annotated[list[str] | None, typer.Argument(help="what every rank runs, after --", metavar="-- COMMAND")]
-    command = inspect.Parameter("command", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=words)
-
-    def wrapper(cluster: Path | None, job: Path | None, command: list[str] | None, **values: Any) -> None:
-        kept = {p.name: values.pop(p.name) for p in own}
-        options = {name: value for name, value in values.items() if value not in (None, [])}
-        if command:
-            options["command"] = command
-        function(request=Request(cluster, job, options), **kept)
-
-    parameters = [command, *file_options, *own, *job_options]
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
-    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
-    wrapper.__doc__, wrapper.__name__ = function.__doc__, function.__name__
-    return wrapper
+    parser.usage = "%(prog)s [OPTIONS] [-- COMMAND ...]"
+    parser.add_argument(
+        "--cluster", type=Path, metavar="FILE", help="the machines; default ./cluster.yaml, else the live Slurm"
+    )
+    parser.add_argument("--job", type=Path, metavar="FILE", help="a YAML file with any of the options below as keys")
+    for name, key in keys_of(JobOptions).items():
+        default = "" if key.default in (None, (), {}) else f" [default: {key.default}]"
+        text = f"{key.help}{default}".replace("%", "%%")
+        if name == "command":  # the first word that is no option, and all behind it
+            parser.add_argument(name, nargs="...", metavar=key.metavar, help=text)
+        else:
+            action = "append" if isinstance(key.default, tuple | dict) else "store"
+            parser.add_argument(f"--{name.replace('_', '-')}", action=action, metavar=key.metavar, help=text)
 
 
-def _option(name: str, kind: Any, text: str) -> inspect.Parameter:
-    option = typer.Option(f"--{name.replace('_', '-')}", help=text, show_default=False)
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option])
+def add_submit_options(parser: console.Parser) -> None:
+    parser.add_argument(
+        "--backend", choices=BACKENDS, default="auto",
+        help="auto: sbatch where it is on PATH, else the ranks run on this machine; submitit: through submitit, the "
+        "exit status of each rank as its result; torchrun: on the nodes of cluster.yaml over ssh, without Slurm",
+    )  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and submit nothing")
+    parser.add_argument(
+        "--script", type=Path, metavar="FILE", help="write the job script to FILE, for sbatch, and submit nothing"
+    )
+    parser.add_argument(
+        "--follow", action="store_true",
+        help="stay: the state, then the log on stderr, until the job ends; Ctrl-C detaches from it",
+    )  # fmt: skip
+    add_job_options(parser)
 
 
-def _is_repeated(name: str) -> bool:
-    return name in ("env", "setup", "sbatch", "mount")
+def _request(cluster: Path | None, job: Path | None, command: list[str], options: dict[str, Any]) -> Request:
+    given = {name: value for name, value in options.items() if value is not None}
+    words = command[1:] if command[:1] == ["--"] else command
+    return Request(cluster, job, given | ({"command": words} if words else {}))
 
 
-def _help(name: str) -> str:
-    field = JobOptions.model_fields[name]
-    default = "" if field.default in (None, (), {}) else f" [default: {field.default}]"
-    return f"{field.description}{default}"
+def show_plan(*, cluster: Path | None, job: Path | None, command: list[str], **options: Any) -> None:
+    """Show who would run where: the table of nodes, ranks and shares. Submits nothing."""
+    from .show import plan_table
+
+    request = _request(cluster, job, command, options)
+    print(plan_table(plan_request(request, local=not sbatch.is_available())), end="")
 
 
-@takes_job_options
 def submit(
-    request: Request,
-    backend: Annotated[
-        Backend,
-        typer.Option(
-            help="auto: sbatch where it is on PATH, else the ranks run on this machine; submitit: through submitit, "
-            "the exit status of each rank as its result; torchrun: on the nodes of cluster.yaml over ssh, without Slurm"
-        ),
-    ] = Backend.auto,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print what would be submitted, and submit nothing")
-    ] = False,
-    script: Annotated[
-        Path | None, typer.Option(help="write the job script to this file, for sbatch, and submit nothing")
-    ] = None,
-    follow: Annotated[
-        bool,
-        typer.Option(
-            "--follow", help="stay: the state, then the log on stderr, until the job ends; Ctrl-C detaches from it"
-        ),
-    ] = False,
+    *,
+    backend: str,
+    dry_run: bool,
+    script: Path | None,
+    follow: bool,
+    cluster: Path | None,
+    job: Path | None,
+    command: list[str],
+    **options: Any,
 ) -> None:
     """Train on all GPUs of the cluster: plan the job, render it and start it. Prints the job's id on stdout."""
+    request = _request(cluster, job, command, options)
     if script is not None:
-        if backend not in (Backend.auto, Backend.sbatch):
-            raise OptionsError(f"--script writes an sbatch script; it does not go with --backend {backend.value}")
+        if backend not in ("auto", "sbatch"):
+            raise OptionsError(f"--script writes an sbatch script; it does not go with --backend {backend}")
         _write_script(plan_request(request), script)
         return
     chosen = _choose(backend, dry_run)
-    if chosen is Backend.torchrun and request.cluster is None and not DEFAULT_CLUSTER.exists():
+    if chosen == "torchrun" and request.cluster is None and not DEFAULT_CLUSTER.exists():
         raise OptionsError("--backend torchrun needs a cluster.yaml with the machines, here or by --cluster FILE")
-    plan = plan_request(request, local=chosen is Backend.local)
+    plan = plan_request(request, local=chosen == "local")
     if not plan.options.command:
         raise OptionsError("no command: put what every rank runs after --, as in: -- python train.py")
-    if chosen in (Backend.local, Backend.torchrun):
+    if chosen in ("local", "torchrun"):
         _run_in_the_terminal(plan, chosen, _cluster_file(request), dry_run=dry_run)
     else:
         plan = with_log_path(plan, make_folder=not dry_run)
@@ -129,24 +109,24 @@ def _cluster_file(request: Request) -> Path | None:
 # The backends are imported where they are used: a dry run of a large job should not wait for all of them.
 
 
-def _run_in_the_terminal(plan: Plan, backend: Backend, cluster_file: Path | None, *, dry_run: bool) -> None:
+def _run_in_the_terminal(plan: Plan, backend: str, cluster_file: Path | None, *, dry_run: bool) -> None:
     from .backends import local, torchrun
     from .foreground import run_and_keep
 
-    place = local if backend is Backend.local else torchrun
-    if "output" in plan.options.model_fields_set:
+    place = local if backend == "local" else torchrun
+    if "output" in plan.options.given:
         plan = with_log_path(plan, make_folder=not dry_run)
     text = place.describe(plan)
     if dry_run:
         print(text, end="")
         return
-    status = run_and_keep(plan, backend=backend.value, script=text, run=place.run, cluster_file=cluster_file)
+    status = run_and_keep(plan, backend=backend, script=text, run=place.run, cluster_file=cluster_file)
     raise SystemExit(status)
 
 
-def _submit_to_slurm(plan: Plan, backend: Backend, cluster_file: Path | None, *, dry_run: bool, follow: bool) -> None:
+def _submit_to_slurm(plan: Plan, backend: str, cluster_file: Path | None, *, dry_run: bool, follow: bool) -> None:
     runs = runs_folder(plan.options.output)
-    if backend is Backend.submitit:
+    if backend == "submitit":
         from .backends.submitit import CommandJob
 
         job = CommandJob(plan, runs, cluster_file)
@@ -175,13 +155,13 @@ def _submit_to_slurm(plan: Plan, backend: Backend, cluster_file: Path | None, *,
         raise SystemExit(jobs.follow(jobs.Job.find(job_id, runs), sys.stderr))
 
 
-def _choose(backend: Backend, dry_run: bool) -> Backend:
-    if backend is Backend.auto:
+def _choose(backend: str, dry_run: bool) -> str:
+    if backend == "auto":
         if sbatch.is_available():
-            return Backend.sbatch
+            return "sbatch"
         console.say("no sbatch on PATH: the ranks run on this machine (--backend local)")
-        return Backend.local
-    if backend in (Backend.sbatch, Backend.submitit) and not dry_run and not sbatch.is_available():
+        return "local"
+    if backend in ("sbatch", "submitit") and not dry_run and not sbatch.is_available():
         raise sbatch.SubmitError(
             "no sbatch on PATH: is this a login node of the cluster? Without Slurm use --backend local"
         )
@@ -210,9 +190,10 @@ def with_log_path(plan: Plan, *, make_folder: bool) -> Plan:
 
 
 def main() -> None:
-    app = console.make_app("Plan a job on uneven nodes and start it.")
-    app.command(context_settings={"allow_interspersed_args": False})(submit)
-    console.run(app)
+    parser = console.Parser(prog="python -m ddp_slurm.submit", description=submit.__doc__)
+    parser.set_defaults(function=submit)
+    add_submit_options(parser)
+    console.run(parser)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,23 @@
-"""YAML files checked against a pydantic model, with every fault reported at once and where it stands.
+"""YAML files checked against a schema, with every fault reported at once and where it stands.
 
 Scalars keep their text: YAML 1.1 would read 0123 as octal, 12:30:00 as sexagesimal, ``no`` as false and 1_0 as ten,
-and a partition, a type or a time would silently become another value. The model converts.
+and a partition, a type or a time would silently become another value. The schema converts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pydantic
 import yaml
 
-from .errors import DdpSlurmError, did_you_mean
+from .errors import DdpSlurmError
+from .schema import Invalid, KeyPath, Reader, fault_text
 
 MAX_VALUES = 500_000
 """More values than this (aliases expanded) are an attack or an accident, not a cluster."""
 
-KeyPath = tuple[str | int, ...]
-Model = TypeVar("Model", bound=pydantic.BaseModel)
+T = TypeVar("T")
 _Loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # the C one is about ten times faster
 
 
@@ -89,80 +88,28 @@ class _Converter:
             key = key_node.value
             if key in result:
                 first = self.file.lines[(*path, key)]
-                where = f"{self.file.path}:{line}: {key_path_text((*path, key))}"
-                self.file.faults.append(f"{where}: the key stands twice, first on line {first}")
+                twice = fault_text((*path, key), f"the key stands twice, first on line {first}")
+                self.file.faults.append(f"{self.file.path}:{line}: {twice}")
             self.file.lines[(*path, key)] = line
             result[key] = self.convert(child, (*path, key))
         return result
 
 
-def validate(model: type[Model], file: YamlFile, error: type[DdpSlurmError]) -> Model:
-    """The file's values as ``model``. Raises ``error`` with all faults, a line each.
+def validate(read: Reader[T], file: YamlFile, error: type[DdpSlurmError]) -> T:
+    """The file's values as ``read`` gives them. Raises ``error`` with all faults, a line each.
 
     A line reads ``file:line: key path: the value and what is wrong with it``.
     """
     faults = list(file.faults)
-    checked: Model | None = None
-    if not isinstance(file.data, dict):
-        found = "empty" if file.data in (None, "") else "a list" if isinstance(file.data, list) else "one single value"
-        raise error(f"{file.path}: the file is {found}; expected keys such as '{next(iter(model.model_fields))}:'")
     try:
-        checked = model.model_validate(file.data)
-    except pydantic.ValidationError as invalid:
-        for fault in invalid.errors(include_url=False):
-            path = tuple(part for part in fault["loc"] if not _is_branch_label(part))
-            faults.append(f"{file.path}:{_line(file, path)}: {describe_fault(model, fault)}")
-    if faults or checked is None:
+        checked = read(file.data)
+    except Invalid as invalid:
+        faults += [f"{file.path}:{_line(file, path)}: {fault_text(path, text)}" for path, text in invalid.faults]
+    except ValueError as fault:
+        faults.append(f"{file.path}: {fault}")
+    if faults:
         raise error("\n".join(_in_order_of_lines(faults)))
     return checked
-
-
-def _is_branch_label(part: object) -> bool:
-    # pydantic puts the tried branch of a union or a validator's name into the path, e.g. "function-before[...]"
-    return isinstance(part, str) and ("[" in part or part in ("str", "int", "list"))
-
-
-def describe_fault(model: type[pydantic.BaseModel], fault: Any) -> str:
-    """One pydantic fault as ``key path: what is wrong``, with the near word for a mistyped key."""
-    path = tuple(part for part in fault["loc"] if not _is_branch_label(part))
-    where = key_path_text(path)
-    if fault["type"] == "extra_forbidden":
-        return f"{where}: unknown key{did_you_mean(str(path[-1]), _keys_beside(model, path))}"
-    if fault["type"] == "missing":
-        return f"{where}: missing"
-    message = fault["msg"].removeprefix("Value error, ")
-    if fault["type"] == "value_error":
-        return f"{where}: {message}" if where else message
-    return f"{where}: {fault['input']!r}: {message[:1].lower()}{message[1:]}"
-
-
-def _keys_beside(model: type[pydantic.BaseModel], path: KeyPath) -> list[str]:
-    """The keys that the model knows in the mapping that holds the last part of ``path``."""
-    for part in path[:-1]:
-        if isinstance(part, str) and part in model.model_fields:
-            inner = _model_inside(model.model_fields[part].annotation)
-            if inner is None:
-                break
-            model = inner
-    return [info.alias or name for name, info in model.model_fields.items()]
-
-
-def _model_inside(annotation: Any) -> type[pydantic.BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
-        return annotation
-    for inner in getattr(annotation, "__args__", ()):
-        found = _model_inside(inner)
-        if found is not None:
-            return found
-    return None
-
-
-def key_path_text(path: Sequence[str | int]) -> str:
-    """``nodes[0].gpus.type`` of ``("nodes", 0, "gpus", "type")``."""
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
-    return text
 
 
 def _line(file: YamlFile, path: KeyPath) -> int:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from ..cluster import Cluster, GpuModel, Node
 from ..fields import memory_text
@@ -44,7 +45,7 @@ def _node_lines(node: Node, facts: Facts | None) -> list[str]:
         ("partition", node.partition and _scalar(node.partition), ""),
         ("constraint", node.constraint and _scalar(node.constraint), ""),
         ("env", _mapping_text(dict(node.env)), ""),
-        ("ssh", _mapping_text(node.ssh.model_dump(exclude_none=True)), ""),
+        ("ssh", _mapping_text({k: v for k, v in asdict(node.ssh).items() if v is not None}), ""),
     ]  # fmt: skip
     lines = [f"    {key}: {value}" + (f"  # {comment}" if comment else "") for key, value, comment in entries if value]
     return ["  - " + lines[0].lstrip(), *lines[1:]]

@@ -4,12 +4,9 @@ import re
 import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from difflib import unified_diff
 from itertools import groupby
 from pathlib import Path
-
-import typer
 
 from ..cluster import Cluster, ClusterError, ClusterFile, GpuModel, Node, Ssh
 from ..console import say
@@ -54,9 +51,9 @@ def nodes_of_arguments(arguments: Sequence[str], known: Cluster | None) -> list[
         for name in names:
             node = by_name.get(name, Node(name))
             if match["address"]:
-                node = replace(node, address=match["address"])
+                node = node._replace(address=match["address"])
             if match["user"]:
-                node = replace(node, ssh=Ssh(user=match["user"], port=node.ssh.port, identity=node.ssh.identity))
+                node = node._replace(ssh=Ssh(user=match["user"], port=node.ssh.port, identity=node.ssh.identity))
             nodes[name] = node
     return list(nodes.values())
 
@@ -68,8 +65,7 @@ def probed_node(asked: Node, facts: Facts, types: Mapping[str, str], others: Ite
     """
     topology = facts.topology
     address = _address(asked, facts)
-    return replace(
-        asked,
+    return asked._replace(
         address=address,
         interface=_interface(facts, address, others) or asked.interface,
         gpus=asked.gpus if gpu_warning(facts) else gpu_models(facts.gpus, types),
@@ -163,7 +159,7 @@ def probed_cluster(known: Cluster | None, asked: Sequence[Node], told: Mapping[s
             others = [other.address or told[other.name].first("reached_at") or "" for other in asked
                       if other.name != node.name and other.name in told]  # fmt: skip
             seen = probed_node(node, told[node.name], types, others)
-            found[node.name] = seen if node.name in old else replace(seen, name=told[node.name].host or node.name)
+            found[node.name] = seen if node.name in old else seen._replace(name=told[node.name].host or node.name)
     nodes = {**old, **found}
     names = [node.name for node in nodes.values()]
     if twice := sorted({n for n in names if names.count(n) > 1}):
@@ -219,7 +215,7 @@ def load_known(path: Path) -> Cluster:
     except ClusterError as fault:
         if len(str(fault).splitlines()) > 1 or "no node has a GPU" not in str(fault):
             raise
-    checked = validate(ClusterFile, load_yaml(path, ClusterError), ClusterError)
+    checked = validate(ClusterFile.read, load_yaml(path, ClusterError), ClusterError)
     nodes = tuple(node for entry in checked.nodes for node in entry.expand(checked.ssh))
     return Cluster(checked.name, nodes, checked.controller)
 
@@ -239,7 +235,8 @@ def _write(path: Path, text: str, *, yes: bool) -> None:
         print(difference(old, text, path), end="")
         if not yes and not sys.stdin.isatty():
             raise ProbeError(f"{path}: is there already and differs as shown; --yes writes over it")
-        if not yes and not typer.confirm(f"Write over {path}?", err=True):
+        print(f"Write over {path}? [y/N] ", end="", file=sys.stderr, flush=True)
+        if not yes and sys.stdin.readline().strip().lower() not in ("y", "yes"):
             raise ProbeError(f"{path}: left as it was")
     write_whole(path, text)
     say(f"{path}: written")

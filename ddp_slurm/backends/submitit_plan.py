@@ -14,6 +14,7 @@ from ..options import JobOptions, OptionsError
 from ..plan import Plan, make_plan
 from ..render import render_sbatch
 from ..runs import RUNS_FOLDER, keep_run, make_runs_folder
+from ..schema import keys_of
 from . import sbatch
 from .submitit_rank import NAME, utils
 
@@ -26,7 +27,7 @@ def merged_parameters(parameters: Mapping[str, Any], added: Mapping[str, Any], j
     ``timeout_min`` is for submitit, which counts from it whether a job has timed out.
     """
     new = _from_generic(added)
-    known = set(JobOptions.model_fields) - {"command"}
+    known = set(keys_of(JobOptions)) - {"command"}
     unknown = sorted(set(new) - known)
     if unknown:
         raise OptionsError(f"unknown parameters {', '.join(unknown)}; known are {', '.join(sorted(known))}")
@@ -51,7 +52,7 @@ def plan_of(parameters: Mapping[str, Any], cluster: Cluster | Path | str | None,
         with_gpus = tuple(node.name for node in cluster.nodes if node.gpu_count)
         if not 0 < nodes <= len(with_gpus):
             raise OptionsError(f"nodes={nodes}: the cluster has {len(with_gpus)} nodes with GPUs")
-        options = options.model_copy(update={"nodes": with_gpus[:nodes]})
+        options = options.replaced(nodes=with_gpus[:nodes])
     return make_plan(cluster, options)
 
 
@@ -78,12 +79,12 @@ def _task_plan(plan: Plan, folder: Path, max_restarts: int, signal_seconds: int 
         "signal_seconds": options.signal_seconds or signal_seconds,
         "max_restarts": options.max_restarts or max_restarts,
     }
-    return replace(plan, options=options.model_copy(update=changed))
+    return replace(plan, options=options.replaced(**changed))
 
 
 def _output(options: JobOptions, folder: Path) -> str:
     """One log for all ranks, where submitit puts rank 0's."""
-    if "output" in options.model_fields_set:
+    if "output" in options.given:
         return options.output
     return str(utils.JobPaths(folder).stdout).replace("%t", "0")
 

@@ -110,5 +110,5 @@ def _after_failure(plan: Plan) -> Plan | None:
     if not gpus:
         return None
     wanted = plan.options.gpus
-    options = plan.options.model_copy(update={"nodes": None, "gpus": min(wanted, gpus) if wanted else None})
+    options = plan.options.replaced(nodes=None, gpus=min(wanted, gpus) if wanted else None)
     return make_plan(Cluster(plan.cluster_name, there), options)

@@ -2,27 +2,36 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from ..cluster import Cluster
-from ..console import make_app, say
+from ..console import Commands, add_command, say
 from .lab import Lab, remove
 from .machine import check_machine, with_system_programs
 
-app = make_app("A real Slurm of several hosts on this machine, from a cluster.yaml (root, Debian or Ubuntu).")
-Name = Annotated[str, typer.Option(help="Which lab; several run side by side under different names.")]
+
+def add_commands(commands: Commands) -> None:
+    about = "A real Slurm of several hosts on this machine, from a cluster.yaml (root, Debian or Ubuntu)."
+    own = commands.add_parser("lab", help=about, description=about).add_commands()
+    for name, function in (("up", up), ("down", down), ("exec", exec_), ("kill", kill), ("revive", revive),
+                           ("status", status)):  # fmt: skip
+        command = add_command(own, name, function)
+        command.add_argument("--name", default="lab", help="which lab; several run side by side [default: %(default)s]")
+        if function is up:
+            command.add_argument(
+                "--cluster", type=Path, default=Path("cluster.yaml"), metavar="FILE",
+                help="the machines to play [default: %(default)s]",
+            )  # fmt: skip
+            command.add_argument(
+                "--slurm-root", type=Path, metavar="FOLDER",
+                help="root folder of another system (debootstrap) whose Slurm is used",
+            )  # fmt: skip
+        elif function in (exec_, kill, revive):
+            command.add_argument("node", metavar="NODE")
+        if function is exec_:
+            command.add_argument("command", nargs="...", metavar="COMMAND", help="with its arguments")
 
 
-@app.command()
-def up(
-    cluster: Annotated[Path, typer.Option(help="The machines to play.")] = Path("cluster.yaml"),
-    name: Name = "lab",
-    slurm_root: Annotated[
-        Path | None, typer.Option(help="Root folder of another system (debootstrap) whose Slurm is used.")
-    ] = None,
-) -> None:
+def up(cluster: Path, name: str, slurm_root: Path | None) -> None:
     """Start a host of its own for every node of a cluster.yaml, with fake GPUs, and Slurm on all of them."""
     lab = Lab.up(Cluster.load(cluster), name, slurm_root)
     width = max(len(node.name) for node in lab.nodes)
@@ -37,38 +46,30 @@ def up(
     say(f"ddp-slurm lab down{named}")
 
 
-@app.command()
-def down(name: Name = "lab") -> None:
+def down(name: str) -> None:
     """End every process of a lab and remove all that it made."""
     check_machine()
     remove(name)
 
 
-@app.command(
-    "exec",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
-)
-def exec_(ctx: typer.Context, node: str, name: Name = "lab") -> None:
+def exec_(node: str, command: list[str], name: str) -> None:
     """Run a command inside a node: its network, host name and hosts file."""
     lab = Lab.find(name)
-    argv = lab.inside(lab.node(node), ctx.args)
+    argv = lab.inside(lab.node(node), command[1:] if command[:1] == ["--"] else command)
     os.execvpe(argv[0], argv, with_system_programs({**os.environ, **lab.environ}))
 
 
-@app.command()
-def kill(node: str, name: Name = "lab") -> None:
+def kill(node: str, name: str) -> None:
     """Let a node die: its processes are killed and its link goes down."""
     Lab.find(name).kill(node)
 
 
-@app.command()
-def revive(node: str, name: Name = "lab") -> None:
+def revive(node: str, name: str) -> None:
     """Plug a killed node in again and start its slurmd."""
     Lab.find(name).revive(node)
 
 
-@app.command()
-def status(name: Name = "lab") -> None:
+def status(name: str) -> None:
     """The nodes and Slurm's state of each."""
     for node, state in Lab.find(name).status().items():
         print(f"{node}\t{state}")

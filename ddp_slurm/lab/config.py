@@ -40,7 +40,7 @@ def _with_defaults(node: Node) -> Node:
     """A description without CPUs or memory is enough here; every GPU gets some of both."""
     gpus = max(1, node.gpu_count)
     cpus = node.cpus if node.cpus or node.cores_per_socket else CPUS_PER_GPU * gpus
-    return replace(node, cpus=cpus, memory_mb=node.memory_mb or MEMORY_MB_PER_GPU * gpus)
+    return node._replace(cpus=cpus, memory_mb=node.memory_mb or MEMORY_MB_PER_GPU * gpus)
 
 
 def _make_gpu_devices(gres_conf: str) -> None:

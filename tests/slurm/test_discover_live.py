@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,7 +40,7 @@ def lab(make_lab: Callable[..., Lab]) -> Lab:
 
 def described(nodes: tuple[Node, ...]) -> dict[str, Node]:
     """What does not depend on the lab: its nodes have addresses of their own."""
-    return {node.name: replace(node, address=None) for node in nodes}
+    return {node.name: node._replace(address=None) for node in nodes}
 
 
 def ddp_slurm(lab: Lab, folder: Path, environ: dict[str, str], *arguments: str) -> "subprocess.CompletedProcess[str]":

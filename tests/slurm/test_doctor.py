@@ -110,7 +110,7 @@ def no_cgroup_plugin(patient: Patient) -> Iterator[None]:
 
 @contextlib.contextmanager
 def memory_overstated(patient: Patient) -> Iterator[None]:
-    nodes = [replace(n, memory_mb=2_000_000) if n.name == "beta" else n for n in patient.cluster.nodes]
+    nodes = [n._replace(memory_mb=2_000_000) if n.name == "beta" else n for n in patient.cluster.nodes]
     patient.cluster = replace(patient.cluster, nodes=tuple(nodes))
     yield
 

@@ -33,9 +33,7 @@ def script(tmp_path: Path, **options: object) -> str:
     """The job script for the lab's 7 ranks."""
     file = tmp_path / "cluster.yaml"
     file.write_text(CLUSTER)
-    return render_sbatch(
-        make_plan(Cluster.load(file), JobOptions.model_validate({"python": sys.executable, **options}))
-    )
+    return render_sbatch(make_plan(Cluster.load(file), JobOptions.read({"python": sys.executable, **options})))
 
 
 def environ(tmp_path: Path) -> dict[str, str]:

@@ -1,13 +1,13 @@
 """Slurm's configuration from cluster.yaml: read back line by line, for each release."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from ddp_slurm.admin.commands import app
 from ddp_slurm.admin.configs import ConfigsError, LabSettings, render_configs, write_configs
 from ddp_slurm.admin.slurm_releases import RELEASES, SlurmReleaseError, known_options, slurm_release
 from ddp_slurm.cluster import Cluster
@@ -273,12 +273,16 @@ def test_files_are_written_whole_and_the_database_file_for_its_owner_only(cluste
         write_configs(files, tmp_path / "file")
 
 
+def ddp_slurm(*words: str) -> str:
+    command = [sys.executable, "-m", "ddp_slurm.cli", *words]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
 def test_the_command_prints_or_writes_the_files(cluster: Cluster, tmp_path: Path) -> None:
-    arguments = ["configs", "--cluster", str(tmp_path / "cluster.yaml"), "--slurm-version", "24.11.5"]
-    printed = CliRunner().invoke(app, arguments)
+    arguments = ["cluster", "configs", "--cluster", str(tmp_path / "cluster.yaml"), "--slurm-version", "24.11.5"]
+    printed = ddp_slurm(*arguments)
     files = render_configs(cluster, slurm_version="24.11")
-    assert printed.exit_code == 0
-    assert all(text in printed.stdout for text in files.values())
-    written = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path / "conf")])
-    assert written.stdout.split() == [str(tmp_path / "conf" / name) for name in files]
+    assert all(text in printed for text in files.values())
+    written = ddp_slurm(*arguments, "--output", str(tmp_path / "conf"))
+    assert written.split() == [str(tmp_path / "conf" / name) for name in files]
     assert {path.name: path.read_text() for path in (tmp_path / "conf").iterdir()} == files

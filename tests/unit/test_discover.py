@@ -136,7 +136,7 @@ TYPES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,8}", fullmatch=True)
     name=WORDS,
     nodes=st.lists(
         st.builds(
-            Node,
+            lambda **values: Node(**values),  # Node itself would get every field that is left out, too
             name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9-]{0,3}[0-9]{1,3}", fullmatch=True),
             gpus=st.lists(st.builds(GpuModel, type=st.none() | TYPES, count=st.integers(1, 9)), max_size=2).map(tuple),
             cpus=st.none() | st.integers(1, 300),

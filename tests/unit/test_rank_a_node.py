@@ -13,7 +13,7 @@ from ddp_slurm.render import render_sbatch
 
 def plan_of(cluster: Path, **options: str) -> Plan:
     values = {"ranks": "node", "global-batch-size": "70", "command": "python t.py", **options}
-    return make_plan(Cluster.load(cluster), JobOptions.model_validate(values))
+    return make_plan(Cluster.load(cluster), JobOptions.read(values))
 
 
 def test_each_rank_has_its_nodes_gpus_cpus_and_share(uneven: Path) -> None:

@@ -38,7 +38,7 @@ EVERYTHING = {
 
 
 def plan_of(uneven: Path, **options: object) -> Plan:
-    return make_plan(Cluster.load(uneven), JobOptions.model_validate({"command": ["python", "train.py"], **options}))
+    return make_plan(Cluster.load(uneven), JobOptions.read({"command": ["python", "train.py"], **options}))
 
 
 def keep(plan: Plan, runs: Path, job_id: str = "48", **kwargs: object) -> Run:
@@ -117,7 +117,7 @@ def test_the_command_to_repeat_submits_the_same_again(
 def test_without_a_file_the_cluster_is_written_from_the_plan(uneven: Path, tmp_path: Path) -> None:
     plan = plan_of(uneven, nodes="beta,gamma")
     run = keep(plan, tmp_path / RUNS_FOLDER)
-    again = make_plan(Cluster.load(run.folder / "cluster.yaml"), plan.options.model_copy(update={"nodes": None}))
+    again = make_plan(Cluster.load(run.folder / "cluster.yaml"), plan.options.replaced(nodes=None))
     assert again.components == plan.components
 
 

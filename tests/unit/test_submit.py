@@ -84,6 +84,19 @@ def test_home_and_user_in_the_log_path_are_expanded(uneven: Path, submit: Comman
     assert "#SBATCH --output=/h/me/%x-%j.out\n" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("typed", "command"),
+    [
+        ("-- train.py --time 3 -- x", "python3 train.py --time 3 -- x"),
+        ("train.py --time 3 --env A=1", "python3 train.py --time 3 --env A=1"),
+        ("-- -m train", "-m train"),
+    ],
+)
+def test_all_words_of_the_command_are_its_own(uneven: Path, submit: Command, typed: str, command: str) -> None:
+    done = submit("--backend", "sbatch", "--dry-run", *typed.split())
+    assert f"\ncommand=({command})\n" in done.stdout, done.stderr
+
+
 def test_the_interpreter_that_was_asked_for(uneven: Path, submit: Command) -> None:
     done = submit("--backend", "sbatch", "--dry-run", "--python", "/opt/my python", "--", "python", "-m", "x")
     assert "command=('/opt/my python' -m x)" in done.stdout
@@ -110,7 +123,9 @@ BAD = {
     "two environments": (["--python", "p", "--venv", "v"], "--python and --venv cannot be given together"),
     "balance without a batch": (["--balance", "speeds.yaml"], "--balance speeds.yaml needs --global-batch-size"),
     "signal without a time": (["--signal-seconds", "60"], "--signal-seconds needs --time"),
-    "no such option": (["--mem", "3G"], "No such option: --mem"),
+    "no such option": (["--mem", "3G"], "no such option: --mem; did you mean '--memory'?"),
+    "an option without its value": (["--time"], "argument --time: expected one argument"),
+    "no such backend": (["--backend", "slurm"], "argument --backend: invalid choice: 'slurm'"),
     "no such job file": (["--job", "no.yaml"], "no.yaml: no such file"),
     "no such cluster file": (["--cluster", "no.yaml"], "no.yaml: no such file"),
 }
@@ -163,7 +178,8 @@ def test_the_submitting_side_never_loads_torch(uneven: Path) -> None:
 
 def test_help_names_every_key_of_a_job(submit: Command) -> None:
     from ddp_slurm.options import JobOptions
+    from ddp_slurm.schema import keys_of
 
     text = submit("--help", env={"COLUMNS": "200"}).stdout
-    for name in JobOptions.model_fields:
+    for name in keys_of(JobOptions):
         assert name == "command" or f"--{name.replace('_', '-')} " in text

@@ -42,7 +42,7 @@ with open({log!r}, "a") as log:
 
 
 def plan_of(**options: object) -> Plan:
-    return make_plan(CLUSTER, JobOptions.model_validate({"command": ["python", "t.py"], **options}))
+    return make_plan(CLUSTER, JobOptions.read({"command": ["python", "t.py"], **options}))
 
 
 class Stubs:
@@ -290,7 +290,7 @@ def test_launcher_torchrun_starts_all_nodes_again(
         ({"container": "docker:x", "mount": ["data"]}, "'data' is not SOURCE"),
         ({"container": "docker:x", "mount": ["/a:/b:/c"]}, "is not SOURCE"),
         ({"container": "docker:x", "mount": ["/a,b"]}, "cannot be mounted"),
-        ({"launcher": "mpirun"}, "'mpirun' is not a launcher"),
+        ({"launcher": "mpirun"}, "'mpirun' is not accepted here; srun and torchrun are"),
     ],
 )
 def test_what_is_refused_at_load(options: dict[str, object], words: str) -> None:
@@ -308,7 +308,7 @@ def test_what_is_refused_at_load(options: dict[str, object], words: str) -> None
 )
 def test_what_does_not_go_together(options: dict[str, object], words: str) -> None:
     with pytest.raises(OptionsError, match=words):
-        JobOptions.model_validate(options).check_together()
+        JobOptions.read(options).check_together()
 
 
 def test_engines_have_their_place() -> None:
