@@ -13,8 +13,9 @@ from typing import BinaryIO
 from .console import say
 from .errors import DdpSlurmError
 from .jobs import process_start
+from .log_path import log_path, runs_folder
 from .plan import Plan
-from .runs import Run, keep_run, log_path, runs_folder
+from .runs import Run, keep_run
 
 LOG = "log"
 

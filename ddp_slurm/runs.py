@@ -4,11 +4,9 @@
 the exit marker ``exit`` of the job script. Its files are made by this module, the marker by the script itself.
 """
 
-import getpass
 import json
 import os
 import platform
-import re
 import shlex
 import shutil
 import socket
@@ -28,12 +26,12 @@ from .console import say
 from .errors import DdpSlurmError
 from .fields import memory_text
 from .files import write_whole
+from .log_path import RUNS_FOLDER, log_path, runs_folder, user_name
 from .options import JobOptions
 from .plan import Plan
 from .schema import keys_of
 from .state import JobState
 
-RUNS_FOLDER = "ddp_slurm_runs"
 RECORD = "run.json"
 EXIT_MARKER = "exit"
 LAST_LOOK = "state.json"
@@ -107,13 +105,6 @@ class Run:
                 return  # somebody else's run: it can be read all the same
 
 
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a bare uid, as in some containers
-        return str(os.getuid())
-
-
 def _utc() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
@@ -125,22 +116,6 @@ def _read_json(path: Path) -> Any:
         raise RunError(f"{path}: cannot be read: {fault.strerror}") from None
     except ValueError as fault:
         raise RunError(f"{path}: not JSON: {fault}") from None
-
-
-def log_path(plan: Plan, job_id: str) -> str | None:
-    """The log file of a job. None for patterns of sbatch whose values are known on the cluster only."""
-    values = {"%x": plan.name, "%j": job_id, "%A": job_id, "%u": _user(), "%%": "%"}
-    parts = re.split(r"(%.)", plan.options.output)
-    if any(part not in values for part in parts[1::2]):
-        return None
-    return os.path.abspath("".join(values.get(part, part) for part in parts))
-
-
-def runs_folder(output: str) -> Path:
-    """The folder of the run folders: beside the log, above the first part of its path that holds a pattern."""
-    parts = Path(os.path.abspath(output)).parent.parts
-    fixed = next((i for i, part in enumerate(parts) if "%" in part), len(parts))
-    return Path(*parts[:fixed]) / RUNS_FOLDER
 
 
 def make_runs_folder(folder: Path) -> None:
@@ -308,7 +283,7 @@ def versions() -> dict[str, Any]:
         "interpreter": sys.executable,
         "platform": platform.platform(),
         "host": socket.gethostname(),
-        "user": _user(),
+        "user": user_name(),
         "packages": packages,
         "slurm": _said(["scontrol", "--version"]),
         "git": _said(["git", "describe", "--always", "--dirty", "--abbrev=40"]),

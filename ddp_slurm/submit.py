@@ -1,7 +1,5 @@
 """``python -m ddp_slurm.submit [OPTIONS] [-- COMMAND ...]``: plan a job and start it; also ``ddp-slurm submit``."""
 
-import os
-import re
 import sys
 import time
 from pathlib import Path
@@ -11,10 +9,10 @@ from . import console
 from .backends import sbatch
 from .files import write_whole
 from .job import DEFAULT_CLUSTER, Request, plan_request
+from .log_path import runs_folder, with_log_path
 from .options import JobOptions, OptionsError
 from .plan import Plan
 from .render import render_sbatch
-from .runs import keep_run, make_runs_folder, runs_folder
 from .schema import keys_of
 
 BACKENDS = ("auto", "sbatch", "submitit", "torchrun", "local")
@@ -106,7 +104,7 @@ def _cluster_file(request: Request) -> Path | None:
     return request.cluster or (DEFAULT_CLUSTER if DEFAULT_CLUSTER.exists() else None)
 
 
-# The backends are imported where they are used: a dry run of a large job should not wait for all of them.
+# What starts and keeps a job is imported where it is used: a dry run of a large one should not wait for it.
 
 
 def _run_in_the_terminal(plan: Plan, backend: str, cluster_file: Path | None, *, dry_run: bool) -> None:
@@ -126,27 +124,26 @@ def _run_in_the_terminal(plan: Plan, backend: str, cluster_file: Path | None, *,
 
 def _submit_to_slurm(plan: Plan, backend: str, cluster_file: Path | None, *, dry_run: bool, follow: bool) -> None:
     runs = runs_folder(plan.options.output)
+    job = None
     if backend == "submitit":
         from .backends.submitit import CommandJob
 
         job = CommandJob(plan, runs, cluster_file)
-        text, start = job.script, job.submit
-    else:
-        text = render_sbatch(plan, runs)
-
-        def start() -> str:
-            now = time.time()
-            job_id = sbatch.submit(text)
-            keep_run(plan, runs=runs, job_id=job_id, backend="sbatch", script=text, cluster_file=cluster_file,
-                     submitted_at=now)  # fmt: skip
-            return job_id
-
+    script = job.script if job else render_sbatch(plan, runs)
     if dry_run:
-        print(text, end="")
+        print(script, end="")
         return
+    from .runs import keep_run, make_runs_folder
+
     make_runs_folder(runs)
     console.say(f"{plan.world_size} ranks on {plan.node_count} nodes in {len(plan.components)} components")
-    job_id = start()
+    if job:
+        job_id = job.submit()
+    else:
+        now = time.time()
+        job_id = sbatch.submit(script)
+        keep_run(plan, runs=runs, job_id=job_id, backend="sbatch", script=script, cluster_file=cluster_file,
+                 submitted_at=now)  # fmt: skip
     console.say(f"submitted; the log is {plan.options.output.replace('%x', plan.name).replace('%j', job_id)}")
     print(job_id, flush=True)
     if follow:
@@ -171,22 +168,6 @@ def _choose(backend: str, dry_run: bool) -> str:
 def _write_script(plan: Plan, path: Path) -> None:
     write_whole(path, render_sbatch(with_log_path(plan, make_folder=True)), mode=0o755)
     console.say(f"wrote {path}: {plan.world_size} ranks on {plan.node_count} nodes; start it with: sbatch {path}")
-
-
-def with_log_path(plan: Plan, *, make_folder: bool) -> Plan:
-    """The plan with ``~`` and ``$USER`` in the log's path expanded: Slurm takes them as they stand, and a job whose log
-    folder is missing dies without a word."""
-    path = os.path.expandvars(os.path.expanduser(plan.options.output))
-    unknown = re.search(r"\$\w+|\$\{[^}]*\}", path)
-    if unknown:
-        raise OptionsError(f"--output: {plan.options.output!r}: the variable {unknown[0]} is not set here")
-    folder = os.path.dirname(path)
-    if make_folder and folder and "%" not in folder:
-        try:
-            os.makedirs(folder, exist_ok=True)
-        except OSError as fault:
-            raise OptionsError(f"--output: the folder {folder!r} cannot be made: {fault.strerror}") from None
-    return plan.with_output(path)
 
 
 def main() -> None:

@@ -92,7 +92,8 @@ class HetSlurmJob(core.Job[core.R]):
     @property
     def run(self) -> "Run | None":
         """The run folder: what was submitted, the log's path and the exit marker."""
-        from ..runs import RECORD, RUNS_FOLDER, load_run
+        from ..log_path import RUNS_FOLDER
+        from ..runs import RECORD, load_run
 
         independent = utils.JobPaths.get_first_id_independent_folder(self._paths._folder)
         for folder in (independent / RUNS_FOLDER / self.job_id, self._paths.folder):

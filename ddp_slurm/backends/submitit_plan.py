@@ -10,10 +10,11 @@ from typing import Any
 
 from ..cluster import Cluster
 from ..job import DEFAULT_CLUSTER, Request, load_cluster, load_options
+from ..log_path import RUNS_FOLDER
 from ..options import JobOptions, OptionsError
 from ..plan import Plan, make_plan
 from ..render import render_sbatch
-from ..runs import RUNS_FOLDER, keep_run, make_runs_folder
+from ..runs import keep_run, make_runs_folder
 from ..schema import keys_of
 from . import sbatch
 from .submitit_rank import NAME, utils

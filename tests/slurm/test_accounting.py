@@ -114,10 +114,11 @@ def forgetful(argv: Sequence[str]) -> Answer:
 
 def submit(*command: str) -> Job:
     from ddp_slurm.backends import sbatch
+    from ddp_slurm.log_path import runs_folder
     from ddp_slurm.options import JobOptions
     from ddp_slurm.plan import make_plan
     from ddp_slurm.render import render_sbatch
-    from ddp_slurm.runs import keep_run, runs_folder
+    from ddp_slurm.runs import keep_run
 
     plan = make_plan(Cluster.load("cluster.yaml"), JobOptions(command=command, time="5"))
     runs, now = runs_folder(plan.options.output), time.time()

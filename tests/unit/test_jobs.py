@@ -15,9 +15,10 @@ import pytest
 from ddp_slurm import jobs
 from ddp_slurm.cluster import Cluster
 from ddp_slurm.jobs import Job, JobError, follow, process_start, status_text
+from ddp_slurm.log_path import RUNS_FOLDER
 from ddp_slurm.options import JobOptions
 from ddp_slurm.plan import make_plan
-from ddp_slurm.runs import RUNS_FOLDER, Run, keep_run
+from ddp_slurm.runs import Run, keep_run
 from ddp_slurm.state import ComponentState, JobState, Patience, StateError
 
 from .conftest import Command, Stub

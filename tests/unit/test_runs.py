@@ -12,20 +12,18 @@ import pytest
 
 from ddp_slurm.cluster import Cluster
 from ddp_slurm.job import Request, load_options
+from ddp_slurm.log_path import RUNS_FOLDER, log_path, runs_folder
 from ddp_slurm.options import JobOptions
 from ddp_slurm.plan import Plan, make_plan
 from ddp_slurm.render import render_sbatch
 from ddp_slurm.runs import (
-    RUNS_FOLDER,
     Run,
     RunError,
     find_run,
     job_yaml,
     keep_run,
     load_run,
-    log_path,
     make_runs_folder,
-    runs_folder,
 )
 from ddp_slurm.state import ComponentState, JobState
 

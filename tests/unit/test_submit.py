@@ -170,7 +170,7 @@ def test_the_submitting_side_never_loads_torch(uneven: Path) -> None:
     code = (
         "import json, sys\nsys.argv = ['submit', '--backend', 'sbatch', '--dry-run', '--', 'x']\n"
         "from ddp_slurm import submit\ntry:\n    submit.main()\nexcept SystemExit: pass\n"
-        "print(json.dumps(sorted(m for m in sys.modules if m in ('torch', 'numpy', 'submitit', 'rich'))), file=sys.stderr)"
+        "print(json.dumps(sorted(m for m in sys.modules if m in ('torch', 'numpy', 'submitit', 'rich', 'asyncio', 'ddp_slurm.runs', 'ddp_slurm.jobs'))), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=uneven.parent, capture_output=True, text=True, check=True)
     assert json.loads(done.stderr) == []
