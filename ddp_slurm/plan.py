@@ -37,7 +37,7 @@ class Component:
     constraint: str | None
     interface: str | None
     env: tuple[tuple[str, str], ...]
-    one_rank_a_node: bool = False
+    one_rank_a_node: bool
     """One rank drives all GPUs of its node."""
 
     @property
@@ -63,8 +63,9 @@ class Component:
     @property
     def task_env(self) -> dict[str, str]:
         """Variables of this component's ranks. NCCL's leading = asks for exactly this interface, not for a prefix."""
-        interface = {"NCCL_SOCKET_IFNAME": f"={self.interface}", "GLOO_SOCKET_IFNAME": self.interface or ""}
-        return {**(interface if self.interface else {}), **dict(self.env)}
+        if self.interface is None:
+            return dict(self.env)
+        return {"NCCL_SOCKET_IFNAME": f"={self.interface}", "GLOO_SOCKET_IFNAME": self.interface, **dict(self.env)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class RankEnv:
         # MASTER_ADDR and MASTER_PORT alone are a user's choice for a Slurm step, not a sign of torchrun.
         if any(name in env for name in (*ENV_VARIABLES[:4], "GROUP_RANK")):
             return cls._from_env_variables(env)
-        if "SLURM_PROCID" in env and "SLURM_STEP_NODELIST" in env:
+        if "SLURM_STEP_NODELIST" in env:  # a batch shell has SLURM_PROCID=0 too
             return cls._from_slurm_step(env)
         if "SLURM_JOB_ID" in env:
             raise LaunchError(

@@ -38,16 +38,36 @@ def test_ranks_follow_the_order_of_the_file(uneven: Path) -> None:
 def test_nodes_of_one_shape_share_a_component_in_slurms_order(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(
-        "nodes:\n  - {name: n10, gpus: 2}\n  - {name: big, gpus: 4}\n  - {name: n9, gpus: 2}\n  - {name: cpu, gpus: 0}\n"
-        "  - {name: n8, gpus: 2, interface: eno1}\n"
+        "nodes:\n  - {name: n10, gpus: 2}\n  - {name: big, gpus: 4}\n  - {name: 'n[9,11],n,a30', gpus: 2}\n"
+        "  - {name: cpu, gpus: 0}\n  - {name: n8, gpus: 2, interface: eno1}\n"
     )
-    components = plan_of(path).components
+    plan = plan_of(path)
+    components = plan.components
     assert [(c.nodes, c.nodelist, c.tasks_per_node) for c in components] == [
-        (("n9", "n10"), "n[9-10]", 2),
+        (("a30", "n", "n9", "n10", "n11"), "a30,n,n[9-11]", 2),
         (("big",), "big", 4),
         (("n8",), "n8", 2),
     ]
+    assert [(r.node, r.node_rank) for r in plan.ranks() if not r.local_rank] == [
+        ("a30", 0), ("n", 1), ("n9", 2), ("n10", 3), ("n11", 4), ("big", 5), ("n8", 6)
+    ]  # fmt: skip
     assert components[2].task_env == {"NCCL_SOCKET_IFNAME": "=eno1", "GLOO_SOCKET_IFNAME": "eno1"}
+
+
+@pytest.mark.parametrize(
+    "difference",
+    [
+        "gpus: {type: a100, count: 4}", "gpus: {type: titan, count: 2}", "cpus: 64", "memory: 30G", "partition: big",
+        "constraint: nvlink", "interface: eno1", "env: {NCCL_DEBUG: INFO}",
+    ],
+)  # fmt: skip
+def test_neighbours_that_differ_in_one_thing_are_two_components(tmp_path: Path, difference: str) -> None:
+    same = {"gpus": "gpus: {type: titan, count: 4}", "cpus": "cpus: 8", "memory": "memory: 60G"}
+    one, other = (", ".join((same | values).values()) for values in ({}, {difference.partition(":")[0]: difference}))
+    path = tmp_path / "c.yaml"
+    path.write_text(f"nodes:\n  - {{name: a, {one}}}\n  - {{name: b, {other}}}\n  - {{name: c, {one}}}\n")
+    assert [c.nodes for c in plan_of(path).components] == [("a", "c"), ("b",)]
+    assert [(c.nodes, c.tasks) for c in plan_of(path, nodes="a,c", gpus=5).components] == [(("a",), 4), (("c",), 1)]
 
 
 @pytest.mark.parametrize(
@@ -81,6 +101,28 @@ def test_cpus_are_shared_out_and_at_least_one(tmp_path: Path) -> None:
     assert [c.cpus_per_task for c in plan_of(path, cpus_per_task=3).components] == [3]
 
 
+def test_a_partition_that_is_asked_for_wins(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("nodes:\n  - {name: a, gpus: 1, partition: small}\n  - {name: b, gpus: 1, partition: big}\n")
+    assert [c.partition for c in plan_of(path).components] == ["small", "big"]
+    assert [(c.nodelist, c.partition) for c in plan_of(path, partition="all").components] == [("a,b", "all")]
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [
+        (1, "--gpus: 0 asked for, but the nodes n1 have 0"),
+        (5, "the nodes n1, n2, n3, n4, n5 have 0"),
+        (6, "the nodes n1, n2, n3, n4, n5 and 1 more have 0"),
+    ],
+)
+def test_nodes_without_gpus(tmp_path: Path, count: int, words: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"nodes:\n  - {{name: 'n[1-{count}]', gpus: 0}}\n  - {{name: other, gpus: 1}}\n")
+    with pytest.raises(PlanError, match=words):
+        plan_of(path, nodes=f"n[1-{count}]")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -97,7 +139,7 @@ def test_what_the_cluster_does_not_have(uneven: Path, options: dict[str, Any], w
 def test_shares_by_a_file_of_speeds(uneven: Path, tmp_path: Path) -> None:
     speeds = tmp_path / "speeds.yaml"
     speeds.write_text(
-        "titan: {beta: 0.004}\nv100: {beta: 0.002}\na100: {beta: 0.001, max_batch: 20}\nbeta: {beta: 2e-3}\n"
+        "titan: {beta: 0.004}\nv100: {beta: 9, alpha: 9}\na100: {beta: 0.001, max_batch: 20}\nbeta: {beta: 2e-3}\n"
     )
     plan = plan_of(uneven, global_batch_size=90, balance=str(speeds))
     assert plan.shares is not None
@@ -105,6 +147,11 @@ def test_shares_by_a_file_of_speeds(uneven: Path, tmp_path: Path) -> None:
     seconds = [share * beta for share, beta in zip(plan.shares, [4, 2, 2, 1, 1, 1, 1], strict=True)]
     assert max(seconds) == 18, "the least that a step can take: 17 would do for 88 samples"
     assert plan.step_env()["DDP_SLURM_BALANCE"] == "planned"
+    speeds.write_text(
+        "titan: {beta: 1, max_batch: 10}\nv100: {beta: 1, alpha: 1, max_batch: 20}\na100: {beta: 1, max_batch: 10}\n"
+    )
+    assert plan_of(uneven, global_batch_size=90, balance=str(speeds)).shares == (10, 20, 20, 10, 10, 10, 10)
+    assert plan_of(uneven, nodes="gamma,beta", global_batch_size=7, balance=str(speeds)).shares == (3, 2, 2)
 
 
 @pytest.mark.parametrize(

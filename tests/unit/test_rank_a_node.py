@@ -33,6 +33,14 @@ def test_a_part_of_a_nodes_gpus(uneven: Path) -> None:
     assert [c.cpus_per_task for c in plan.components] == [8, 16, 16]
 
 
+def test_a_file_of_speeds_counts_for_the_node(uneven: Path, tmp_path: Path) -> None:
+    speeds = tmp_path / "speeds.yaml"
+    speeds.write_text("gamma: {beta: 0.004}\nbeta: {beta: 0.002}\na100: {beta: 0.001}\n")
+    assert [rank.share for rank in plan_of(uneven, balance=str(speeds)).ranks()] == [10, 20, 40]
+    speeds.write_text("gamma: {beta: 0.001}\nbeta: {beta: 0.002}\na100: {beta: 0.004}\n")
+    assert [rank.share for rank in plan_of(uneven, balance=str(speeds)).ranks()] == [40, 20, 10]
+
+
 def test_the_gpus_of_this_machine_are_dealt_out_node_by_node(uneven: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6")
     found = [process.environ["CUDA_VISIBLE_DEVICES"] for process in step_processes(plan_of(uneven), {})]

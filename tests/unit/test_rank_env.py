@@ -158,12 +158,28 @@ def test_numbers_that_contradict_each_other(change):
         RankEnv.from_environ({**TORCHRUN, **change})
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"RANK": "1", "WORLD_SIZE": "2", "GROUP_RANK": "0"},  # all on one node
+        {"RANK": "5", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "5"},  # one on each
+        {"MASTER_PORT": "1"}, {"MASTER_PORT": "65535"},
+    ],
+)  # fmt: skip
+def test_numbers_at_the_edge(change):
+    environ = {**TORCHRUN, **change}
+    env = RankEnv.from_environ(environ).env_variables()
+    assert {"GROUP_RANK": env["NODE_RANK"], **env} == {**environ, "NODE_RANK": environ["GROUP_RANK"]}
+
+
 def test_empty_master_from_torchrun():
     with pytest.raises(LaunchError, match="MASTER_ADDR is empty"):
         RankEnv.from_environ({**TORCHRUN, "MASTER_ADDR": ""})
 
 
-@pytest.mark.parametrize("name", ["SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_JOB_ID"])
+@pytest.mark.parametrize(
+    "name", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_JOB_ID"]
+)
 def test_a_step_with_a_variable_missing(step, name):
     del step[name]
     with pytest.raises(LaunchError, match=f"{name} is not set, though this is an srun step"):
