@@ -5,16 +5,12 @@ import re
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
-
-import yaml
 
 from .backends.sbatch import clean_environ
-from .cluster import Cluster, GpuModel, Node, NodeEntry, Ssh
+from .cluster import Cluster, Node, NodeEntry, Ssh
+from .cluster_yaml import cluster_yaml
 from .console import say
 from .errors import DdpSlurmError
-from .fields import memory_text
-from .hostlist import compress_hostlist
 from .schema import Invalid
 
 TIMEOUT_SECONDS = 60
@@ -175,43 +171,7 @@ def _topology(record: dict[str, str], cpus: int) -> dict[str, int]:
     return {"sockets": sockets, "cores_per_socket": cores, "threads_per_core": threads}
 
 
-def cluster_yaml(cluster: Cluster) -> str:
-    """What Slurm knows of a cluster as cluster.yaml, nodes that differ in nothing but their name in one item."""
-    lines = [f"name: {_scalar(cluster.name)}", "nodes:"]
-    for keys, group in groupby(cluster.nodes, key=_keys):
-        names = [node.name for node in group]
-        items = {"name": _scalar(compress_hostlist(names)), **dict(keys)}
-        lines += [f"  {'-' if i == 0 else ' '} {key}: {value}" for i, (key, value) in enumerate(items.items())]
-    return "\n".join(lines) + "\n"
-
-
-def _keys(node: Node) -> tuple[tuple[str, str], ...]:
-    values = {
-        "address": node.address and _scalar(node.address),
-        "gpus": ("[%s]" if len(node.gpus) > 1 else "%s") % (", ".join(map(_gpu_text, node.gpus)) or "0"),
-        "cpus": node.cpus,
-        "sockets": node.sockets,
-        "cores_per_socket": node.cores_per_socket,
-        "threads_per_core": node.threads_per_core,
-        "memory": node.memory_mb and memory_text(node.memory_mb),
-        "partition": node.partition and _scalar(node.partition),
-        "features": f"[{', '.join(map(_scalar, node.features))}]" if node.features else None,
-    }
-    return tuple((key, str(value)) for key, value in values.items() if value is not None)
-
-
-def _gpu_text(model: GpuModel) -> str:
-    kind = f"type: {_scalar(model.type)}, " if model.type else ""
-    return f"{{{kind}count: {model.count}}}"
-
-
-def _scalar(text: str) -> str:
-    """Quoted where YAML would read more than the text in it."""
-    return yaml.safe_dump([text], default_flow_style=True, width=1_000_000).strip()[1:-1]
-
-
 def discover_command() -> None:
     """Print a cluster.yaml of the live Slurm; what cannot be used is named on stderr."""
-    cluster = discover()
-    print("# Made by ddp-slurm discover; the first node with GPUs is the host of rank 0.")
-    print(cluster_yaml(cluster), end="")
+    heading = ["Made by ddp-slurm discover; the first node with GPUs is the host of rank 0."]
+    print(cluster_yaml(discover(), heading), end="")

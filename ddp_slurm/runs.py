@@ -22,6 +22,7 @@ import yaml
 
 from . import __version__
 from .cluster import Cluster, Node
+from .cluster_yaml import cluster_yaml
 from .console import say
 from .errors import DdpSlurmError
 from .fields import memory_text
@@ -232,8 +233,6 @@ def _sbatch_text(component: int | None, key: str, value: str | None) -> str:
 
 
 def _cluster_yaml(plan: Plan) -> str:
-    from .discover import cluster_yaml
-
     nodes = [
         Node(
             name, component.gpus, component.cpus_per_task * component.tasks_per_node, component.memory_mb,

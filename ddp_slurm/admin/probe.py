@@ -14,7 +14,7 @@ from ..errors import DdpSlurmError
 from ..files import write_whole
 from ..hostlist import expand_hostlist
 from ..yaml_file import load_yaml, validate
-from .cluster_yaml import cluster_yaml
+from .cluster_yaml import probed_cluster_yaml
 from .configs import FIRST_RENDER_MINOR, schedulable_memory_mb
 from .facts import Facts, gather
 from .gpus import Gpu, gres_types
@@ -194,7 +194,7 @@ def probe(hosts: Sequence[str], file: Path | None, output: str | None, *, yes: b
     if not told:
         raise ProbeError("no node answered; nothing was written")
     cluster = probed_cluster(known, asked, told)
-    text = cluster_yaml(cluster, by_final_name(known, told))
+    text = probed_cluster_yaml(cluster, by_final_name(known, told))
     if output == "-":
         print(text, end="")
         return
@@ -235,8 +235,9 @@ def _write(path: Path, text: str, *, yes: bool) -> None:
         print(difference(old, text, path), end="")
         if not yes and not sys.stdin.isatty():
             raise ProbeError(f"{path}: is there already and differs as shown; --yes writes over it")
-        print(f"Write over {path}? [y/N] ", end="", file=sys.stderr, flush=True)
-        if not yes and sys.stdin.readline().strip().lower() not in ("y", "yes"):
-            raise ProbeError(f"{path}: left as it was")
+        if not yes:
+            print(f"Write over {path}? [y/N] ", end="", file=sys.stderr, flush=True)
+            if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+                raise ProbeError(f"{path}: left as it was")
     write_whole(path, text)
     say(f"{path}: written")

@@ -4,11 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from ddp_slurm.cluster import Cluster, GpuModel, Node
-from ddp_slurm.discover import Discovered, DiscoverError, cluster_yaml, discover, read_nodes
+from ddp_slurm.cluster import GpuModel, Node
+from ddp_slurm.discover import Discovered, DiscoverError, discover, read_nodes
 
 RECORDED = Path(__file__).parent / "scontrol"
 NODE = (
@@ -124,43 +122,6 @@ def test_no_node_to_train_on() -> None:
         read_nodes(drained, PARTITION, "lab")
     with pytest.raises(DiscoverError, match="no usable node with a GPU"):
         read_nodes("No nodes in the system\n", PARTITION, "lab")
-
-
-WORDS = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.+@-]{0,8}", fullmatch=True) | st.sampled_from(
-    ["no", "yes", "null", "0123", "1_0", "1e3", "0x1f", "on"]
-)
-TYPES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,8}", fullmatch=True)
-
-
-@given(
-    name=WORDS,
-    nodes=st.lists(
-        st.builds(
-            lambda **values: Node(**values),  # Node itself would get every field that is left out, too
-            name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9-]{0,3}[0-9]{1,3}", fullmatch=True),
-            gpus=st.lists(st.builds(GpuModel, type=st.none() | TYPES, count=st.integers(1, 9)), max_size=2).map(tuple),
-            cpus=st.none() | st.integers(1, 300),
-            memory_mb=st.none() | st.integers(1, 10**7),
-            address=st.none() | st.sampled_from(["198.18.0.7", "fd00::5", "node.lab"]),
-            partition=st.none() | WORDS,
-            features=st.lists(WORDS, max_size=2).map(tuple),
-        ),
-        min_size=1,
-        max_size=6,
-        unique_by=lambda node: node.name,
-    ).filter(lambda nodes: any(node.gpus for node in nodes)),
-)
-def test_cluster_yaml_reads_back_as_the_same_cluster(
-    tmp_path_factory: pytest.TempPathFactory, name: str, nodes: list[Node]
-) -> None:
-    file = tmp_path_factory.mktemp("discover") / "cluster.yaml"
-    file.write_text(cluster_yaml(Cluster(name, tuple(nodes))))
-    assert Cluster.load(file) == Cluster(name, tuple(nodes))
-
-
-def test_equal_nodes_share_an_item() -> None:
-    nodes = tuple(Node(f"gpu{n:02}", (GpuModel(count=1),), 4) for n in range(1, 5))
-    assert cluster_yaml(Cluster("lab", nodes)).count("name:") == 2
 
 
 SCONTROL = r"""

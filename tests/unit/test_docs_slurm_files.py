@@ -10,7 +10,7 @@ import pytest
 from ddp_slurm.admin.configs import render_configs
 from ddp_slurm.admin.slurm_releases import RELEASES, known_options
 from ddp_slurm.cluster import Cluster
-from ddp_slurm.discover import cluster_yaml
+from ddp_slurm.cluster_yaml import cluster_yaml
 
 PAGE = Path(__file__).parents[2] / "docs" / "slurm_files.md"
 TEXT = PAGE.read_text()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddp_slurm.admin import probe as probing
-from ddp_slurm.admin.cluster_yaml import cluster_yaml
+from ddp_slurm.admin.cluster_yaml import probed_cluster_yaml
 from ddp_slurm.admin.facts import Block, Facts, Topology, gather, parse_facts
 from ddp_slurm.admin.gpus import gres_types, parse_gpus
 from ddp_slurm.admin.probe import ProbeError, nodes_of_arguments, probed_cluster
@@ -231,7 +231,7 @@ def test_what_no_probe_can_know_is_kept(tmp_path: Path) -> None:
     asked = nodes_of_arguments(["alpha"], known)
     cluster = probed_cluster(known, asked, told)
     path = tmp_path / "cluster.yaml"
-    path.write_text(cluster_yaml(cluster, told))
+    path.write_text(probed_cluster_yaml(cluster, told))
     assert Cluster.load(path) == cluster
     alpha, beta = cluster.nodes
     assert beta == kept
@@ -250,7 +250,7 @@ def test_the_interface_written_leads_to_the_other_nodes() -> None:
     asked = nodes_of_arguments(["a=192.168.1.5", "b=192.168.8.9"], None)
     cluster = probed_cluster(None, asked, told)
     assert [node.interface for node in cluster.nodes] == ["eno1", "wlp2s0"]
-    assert "# 1000 Mbit/s" in cluster_yaml(cluster, told)
+    assert "# 1000 Mbit/s" in probed_cluster_yaml(cluster, told)
 
 
 def test_two_machines_of_one_name_are_refused() -> None:
