@@ -3,14 +3,15 @@
 import os
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ddp_slurm.cluster import Cluster
+from ddp_slurm.cluster import Cluster, GpuModel
 from ddp_slurm.errors import DdpSlurmError
-from ddp_slurm.options import JobOptions
+from ddp_slurm.options import JobOptions, SbatchOption
 from ddp_slurm.plan import Plan, make_plan
 from ddp_slurm.render import render_sbatch
 from ddp_slurm.templating import directive
@@ -37,8 +38,12 @@ FULL = {
     "conda_env": "torch env",
     "global_batch_size": 256,
     "balance": "measured",
-    "sbatch": ["reservation=lab", "1:mincpus=4", "exclusive"],
+    "sbatch": ["reservation=lab", "1:mincpus=4", "exclusive", "comment=two words #1"],
 }
+NODEWISE = {
+    "launcher": "torchrun", "container": "apptainer:/images/a b.sif", "mount": ["/data:/data:ro"], "time": "10",
+    "signal_seconds": 60, "max_restarts": 2,
+}  # fmt: skip
 
 
 def plan_of(tmp_path: Path, cluster: str, **options: Any) -> Plan:
@@ -52,6 +57,7 @@ CASES: dict[str, tuple[str | None, dict[str, Any]]] = {
     "homogeneous": (HOMOGENEOUS, {"venv": "/opt/my env"}),
     "two_node_component": (TWO_NODES, {"time": "10"}),
     "full": (None, FULL),
+    "torchrun": (None, NODEWISE),
 }
 
 
@@ -170,6 +176,30 @@ def test_what_slurm_would_refuse_or_misread(
     with pytest.raises(DdpSlurmError) as caught:
         render_sbatch(plan_of(tmp_path, cluster or uneven.read_text(), **options))
     assert words in str(caught.value)
+
+
+def test_as_many_components_as_slurm_takes(tmp_path: Path) -> None:
+    nodes = "".join(f"  - {{name: n{i}, gpus: 1, cpus: {i}}}\n" for i in range(1, 129))
+    assert render_sbatch(plan_of(tmp_path, f"nodes:\n{nodes}")).count("#SBATCH hetjob\n") == 127
+
+
+@pytest.mark.parametrize(
+    "field", ["nodes", "gpus", "partition", "constraint", "name", "output", "time", "account", "qos", "sbatch"]
+)
+def test_whatever_was_read_before_no_value_begins_a_directive(uneven: Path, tmp_path: Path, field: str) -> None:
+    bad: Any = "a\n#SBATCH --uid=0"
+    bad = {
+        "nodes": (bad,),
+        "gpus": (GpuModel(count=1).replaced(type=bad),),
+        "sbatch": (SbatchOption(None, "x", bad),),
+    }.get(field, bad)
+    plan = plan_of(tmp_path, uneven.read_text())
+    if field in ("nodes", "gpus", "partition", "constraint"):
+        plan = replace(plan, components=(replace(plan.components[0], **{field: bad}), *plan.components[1:]))
+    else:
+        plan = replace(plan, options=plan.options.replaced(**{field: bad}))
+    with pytest.raises(DdpSlurmError, match="newline"):
+        render_sbatch(plan)
 
 
 def test_directive_values() -> None:

@@ -234,14 +234,22 @@ def segments(plan: Plan, stubs: Stubs, folder: Path) -> list[list[str]]:
 
 def test_pyxis_and_apptainer_get_what_was_asked(stubs: Stubs, tmp_path: Path) -> None:
     common = {"command": ["python", "t.py", *WORDS], "env": ENV, "mount": ["/da ta:/mnt:ro"]}
-    for segment in segments(plan_of(container="pyxis:nv#torch", **common), stubs, tmp_path):
-        assert "--container-image=nv#torch" in segment
-        assert f"--container-mounts={tmp_path}:{tmp_path},/da ta:/mnt:ro" in segment
-        assert f"--container-workdir={tmp_path}" in segment
-        assert segment[-len(WORDS) - 2 :] == ["python", "t.py", *WORDS]
+    plan = plan_of(container="pyxis:nv#torch", **common)
+    step = {"PYTHONUNBUFFERED", *plan.step_env(), *VALUES}
+    own = [("NCCL_SOCKET_IFNAME==eno1", "GLOO_SOCKET_IFNAME=eno1"), ("NODE=be ta",)]
+    for segment, variables in zip(segments(plan, stubs, tmp_path), own, strict=True):
+        start = segment.index("--container-image=nv#torch")
+        assert segment[start + 1 : start + 3] == [
+            f"--container-mounts={tmp_path}:{tmp_path},/da ta:/mnt:ro", f"--container-workdir={tmp_path}"
+        ]  # fmt: skip
+        option, _, names = segment[start + 3].partition("=")
+        # without a name here the image's own value of the variable would win
+        assert (option, set(names.split(","))) == ("--container-env", step | {v.partition("=")[0] for v in variables})
+        assert segment[start + 4 :] == ["env", *variables, "python", "t.py", *WORDS]
     stubs.log.unlink()
     for segment in segments(plan_of(container="apptainer:/i m.sif", **common), stubs, tmp_path):
         start = segment.index("apptainer")
+        assert not [word for word in segment if word.startswith("--container")]
         assert segment[start:] == [
             "apptainer", "exec", "--nv", "--bind", str(tmp_path), "--bind", "/da ta:/mnt:ro", "--pwd", str(tmp_path),
             "/i m.sif", "python", "t.py", *WORDS,
