@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -182,27 +184,72 @@ SRUN = {
 }
 
 
-@pytest.mark.parametrize("case", SRUN)
-def test_the_marker_that_the_script_leaves(case: str, uneven: Path, hostile_folder: Path, tmp_path: Path) -> None:
-    body, marker = SRUN[case]
+@pytest.fixture
+def run_script(uneven: Path, hostile_folder: Path, tmp_path: Path) -> Callable[..., int]:
+    """Runs the job script with a stub of the given text for srun, and returns its status."""
     stubs = tmp_path / "bin"
     stubs.mkdir()
-    # the stub runs in place of a subshell, whose parent is the script
-    for name, text in {"srun": body, "scontrol": "exit 0"}.items():
-        (stubs / name).write_text(f"#!/bin/bash\n{text}\n")
-        (stubs / name).chmod(0o755)
-    plan = plan_of(uneven, time="5", signal_seconds="60", max_restarts="2")
-    script = render_sbatch(plan, hostile_folder)
+
+    def run(srun: str, env: dict[str, str], **options: str) -> int:
+        # the stub runs in place of a subshell, whose parent is the script
+        for name, text in {"srun": srun, "scontrol": "exit 0"}.items():
+            (stubs / name).write_text(f"#!/bin/bash\n{text}\n")
+            (stubs / name).chmod(0o755)
+        script = render_sbatch(plan_of(uneven, **options), hostile_folder)
+        env = {
+            "PATH": f"{stubs}:/usr/bin:/bin",
+            "SLURM_JOB_ID": "48",
+            "SLURM_HET_SIZE": "3",
+            "TMPDIR": str(tmp_path),
+            **env,
+        }
+        return subprocess.run(["bash"], input=script, env=env, text=True, capture_output=True, timeout=60).returncode
+
+    return run
+
+
+@pytest.mark.parametrize("case", SRUN)
+@pytest.mark.parametrize(
+    ("options", "env", "last"),
+    [
+        ({"time": "5", "signal_seconds": "60", "max_restarts": "2"}, {"SLURMD_NODENAME": "gamma", "SLURM_RESTART_COUNT": "1"}, "host=gamma\nrestarts=1\n"),
+        ({}, {"DDP_SLURM_REQUEUE_MARKER": "/dev/null"}, "host=\nrestarts=0\n"),
+    ],
+    ids=["with a signal", "plain"],
+)  # fmt: skip
+def test_the_marker_that_the_script_leaves(
+    case: str,
+    options: dict[str, str],
+    env: dict[str, str],
+    last: str,
+    run_script: Callable[..., int],
+    hostile_folder: Path,
+    tmp_path: Path,
+) -> None:
+    body, marker = SRUN[case]
+    if marker is None and not options:
+        marker = SRUN["ends"][1]  # without a signal there is nothing to requeue for
     kept = hostile_folder / "48"
     kept.mkdir()
     (kept / "exit").write_text("status=9\n")
     (kept / "state.json").write_text("{}")
-    env = {"PATH": f"{stubs}:/usr/bin:/bin", "SLURM_JOB_ID": "48", "SLURM_HET_SIZE": "3", "TMPDIR": str(tmp_path)}
-    subprocess.run(["bash"], input=script, env=env, text=True, capture_output=True, check=False, timeout=60)
-    found = kept / "exit"
-    assert (found.read_text().partition("ended=")[0] if found.exists() else None) == marker
+    status = run_script(body, env, **options)
+    if marker is not None:
+        text = (kept / "exit").read_text()
+        assert re.fullmatch(rf"{marker}ended=\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\dZ\n{last}", text)
+        assert text.startswith(f"status={status}\n")
     assert sorted(path.name for path in kept.iterdir()) == (["exit"] if marker else [])
     assert not list(tmp_path.glob("tmp.*"))
+
+
+@pytest.mark.parametrize("in_the_way", ["48", "48/.exit/x"])
+def test_a_marker_that_cannot_be_left_costs_the_job_nothing(
+    in_the_way: str, run_script: Callable[..., int], hostile_folder: Path
+) -> None:
+    (hostile_folder / in_the_way).parent.mkdir(parents=True, exist_ok=True)
+    (hostile_folder / in_the_way).touch()
+    for status in (0, 3):
+        assert run_script(f"exit {status}", {}) == status
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck here")
