@@ -42,7 +42,7 @@ FULL = {
 }
 NODEWISE = {
     "launcher": "torchrun", "container": "apptainer:/images/a b.sif", "mount": ["/data:/data:ro"], "time": "10",
-    "signal_seconds": 60, "max_restarts": 2,
+    "signal_seconds": 60, "max_restarts": 2, "python": "/opt/my env/bin/python",
 }  # fmt: skip
 
 
