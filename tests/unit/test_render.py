@@ -141,6 +141,10 @@ def test_a_stop_at_the_time_limit_is_requeued_and_no_more_often_than_allowed(
     assert "all 1 restarts are used up" in done.stderr
     assert run_script(text, tmp_path, SLURM_RESTART_COUNT="2").returncode == 75
     assert (tmp_path / "scontrol").read_text() == "requeue 7\n"
+    done = run_script(render_sbatch(plan_of(tmp_path, uneven.read_text(), **options | {"max_restarts": 0})), tmp_path)
+    assert (done.returncode, done.stdout) == (75, "")
+    assert "submit again to go on" in done.stderr
+    assert (tmp_path / "scontrol").read_text() == "requeue 7\n"
 
 
 def test_outside_slurm_and_with_a_component_missing_it_says_so(uneven: Path, tmp_path: Path, stub: Stub) -> None:
