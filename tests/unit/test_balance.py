@@ -1,5 +1,6 @@
 """Shares of the batch: exact, whatever the costs."""
 
+import doctest
 import itertools
 import subprocess
 import sys
@@ -8,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_slurm.balance import BalanceError, apportion, equal_shares, split_batch
+from ddp_slurm import balance
+from ddp_slurm.balance import BalanceError, apportion, equal_shares, planned_shares, split_batch
 
 seconds = st.sampled_from([0.0, 0.01, 0.02, 0.5]) | st.floats(0, 3)
 costs = st.lists(st.tuples(seconds, seconds), min_size=1, max_size=4)
@@ -64,6 +66,7 @@ def test_known_splits(costs: list[tuple[float, float]], batch: int, shares: list
         ((4, []), "no costs"),
         ((4, [(0, 1), (float("nan"), 1)]), r"rank 1: cost \(nan, 1\)"),
         ((4, [(0, -1)]), r"rank 0: cost \(0, -1\)"),
+        ((4, [(-1, 0)]), r"rank 0: cost \(-1, 0\)"),
         ((4, [(0, float("inf"))]), r"rank 0: cost \(0, inf\)"),
         ((4, [(0, 1)], [4, 4]), "max_batch has 2 numbers for 1 ranks"),
         ((4, [(0, 1), (0, 1)], [5, -1]), "holds a negative number"),
@@ -90,10 +93,47 @@ def test_apportion_is_within_one_of_the_exact_share(total: int, weights: list[in
     assert all(abs(n - total * w / sum(weights)) < 1 for n, w in zip(shares, weights, strict=True))
 
 
-@pytest.mark.parametrize(("total", "weights"), [(3, [0, 0]), (-1, [1]), (3, [2, -1]), (3, [])])
+@pytest.mark.parametrize(("total", "weights"), [(1, [0, 0]), (-1, [1]), (3, [2, -1]), (3, [])])
 def test_apportion_refuses_what_cannot_be_shared(total: int, weights: list[int]) -> None:
     with pytest.raises(BalanceError):
         apportion(total, weights)
+
+
+def test_no_samples_need_no_weights() -> None:
+    assert apportion(0, [0, 0, 0]) == [0, 0, 0]
+    assert apportion(0, []) == []
+
+
+@pytest.mark.parametrize(
+    ("batch", "world_size", "planned", "shares"),
+    [
+        (10, 4, None, [3, 3, 2, 2]),
+        (10, 4, "", [3, 3, 2, 2]),
+        (10, 4, "1,3(x3)", [1, 3, 3, 3]),
+        (20, 4, "1,3(x3)", [2, 6, 6, 6]),  # the training's own batch, in the plan's proportions
+        (10, 3, "1,3(x3)", "holds 4 shares for 3 ranks"),
+        (10, 0, None, "world size 0: at least one rank is needed"),
+        (-1, 2, None, "global batch -1 is negative"),
+    ],
+)
+def test_planned_shares(batch: int, world_size: int, planned: str | None, shares: list[int] | str) -> None:
+    environ = {} if planned is None else {"DDP_SLURM_SHARES": planned}
+    if isinstance(shares, str):
+        with pytest.raises(BalanceError, match=shares):
+            planned_shares(batch, world_size, environ)
+    else:
+        assert planned_shares(batch, world_size, environ) == shares
+
+
+def test_planned_shares_are_looked_for_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDP_SLURM_SHARES", "9,1")
+    assert planned_shares(10, 2) == [9, 1]
+    assert planned_shares(10, 2, {}) == [5, 5]
+
+
+def test_examples_in_the_docstrings() -> None:
+    assert doctest.testmod(balance).attempted >= 4
+    assert doctest.testmod(balance).failed == 0
 
 
 def test_needs_no_torch() -> None:
