@@ -3,8 +3,11 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from ddp_slurm.run import script_environ
 
 HET_STEP = {
     "SLURM_JOB_ID": "19007", "SLURM_PROCID": "5", "SLURM_LOCALID": "2", "SLURM_NODEID": "2", "SLURM_NTASKS": "7",
@@ -25,6 +28,38 @@ def test_the_seven_variables_reach_the_command() -> None:
     code = f"import os, sys; print(*(os.environ[n] for n in '{NAMES}'.split()), *sys.argv[1:])"
     done = run(sys.executable, "-c", code, "a b", env=HET_STEP)
     assert (done.returncode, done.stdout) == (0, "5 2 7 4 2 gamma 10007 a b\n"), done.stderr
+
+
+def test_a_python_script_needs_no_interpreter_and_a_double_dash_is_allowed(tmp_path: Path) -> None:
+    script = tmp_path / "t.py"
+    script.write_text("import sys; print(sys.executable, *sys.argv[1:])")
+    for args in ([str(script)], ["--", str(script)]):
+        assert run(*args, "--x", env=HET_STEP).stdout == f"{sys.executable} --x\n"
+
+
+def test_help() -> None:
+    for option in ("-h", "--help"):
+        done = run(option, env={})
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "usage: python -m ddp_slurm.run CMD ..." in done.stdout
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_what_marks_a_rank_as_torchruns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_gpu: bool) -> None:
+    device = tmp_path / "nvidia0"
+    if has_gpu:
+        device.touch()
+    monkeypatch.setattr("ddp_slurm.run.ACCELERATORS", (str(tmp_path / "kfd"), str(tmp_path / "nvidia[0-9]*")))
+    env = script_environ({**HET_STEP, "OTHER": "x"})
+    assert (env["GROUP_RANK"], env["TORCHELASTIC_RUN_ID"], env["OTHER"]) == ("2", "19007", "x")
+    assert env.get("ACCELERATE_USE_CPU") == (None if has_gpu else "true")
+    own = {"TORCHELASTIC_RUN_ID": "mine", "ACCELERATE_USE_CPU": "false"}
+    assert own.items() <= script_environ({**HET_STEP, **own}).items()
+    again = {name: value for name, value in env.items() if not name.startswith("SLURM_")}
+    assert (
+        script_environ({k: v for k, v in again.items() if k != "TORCHELASTIC_RUN_ID"})["TORCHELASTIC_RUN_ID"]
+        == "ddp_slurm"
+    )
 
 
 def test_the_commands_own_status_comes_back() -> None:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import pwd
+import re
 import shutil
 import subprocess
 import sys
@@ -74,6 +76,7 @@ def bash(line: str, stubs: Stubs, folder: Path) -> "subprocess.CompletedProcess[
 
 def test_the_words_of_torchrun(stubs: Stubs, tmp_path: Path) -> None:
     python = stubs.add("my python")
+    stubs.environ |= {"OMP_NUM_THREADS": "7", "PYTHONUNBUFFERED": ""}
     first, second = render_torchrun(plan_of(env=["A=x"], **{"global-batch-size": "30"}), str(tmp_path), python)
     done = bash(first.line, stubs, Path("/"))
     bash(second.line, stubs, Path("/"))
@@ -82,12 +85,40 @@ def test_the_words_of_torchrun(stubs: Stubs, tmp_path: Path) -> None:
     assert argv[:5] == ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--node-rank=0"]
     assert argv2[2:5] == ["--nnodes=2", "--nproc-per-node=2", "--node-rank=1"]
     assert argv[5] == "--master-addr=192.0.2.1"
-    assert argv[6:] == [*argv2[6:10], "--no-python", python, "t.py"]
+    port = int(argv[6].removeprefix("--master-port="))
+    assert 10_000 <= port < 29_000
+    assert re.fullmatch("--rdzv-id=[0-9a-f]{8}", argv[7])
+    assert argv[8:] == ["--rdzv-conf=timeout=180", "--max-restarts=0", "--no-python", python, "t.py"]
+    assert argv2[5:] == argv[5:]
     assert folder == str(tmp_path)
+    assert (environ["PYTHONUNBUFFERED"], environ["OMP_NUM_THREADS"]) == ("1", "1")
     assert (environ["A"], environ["DDP_SLURM_SHARES"], environ["DDP_SLURM_TASKS_PER_NODE"]) == ("x", "10(x3)", "1,2")
     assert (environ["NCCL_SOCKET_IFNAME"], environ["GLOO_SOCKET_IFNAME"]) == ("=eno1", "eno1")
     assert environ2["NODE"] == "be ta"
     assert "GLOO_SOCKET_IFNAME" not in environ2
+
+
+def test_the_rendezvous_is_each_plans_and_each_attempts_own() -> None:
+    def option(word: str, attempt: int = 0, folder: str = "/", **options: object) -> str:
+        line = render_torchrun(plan_of(**options), folder, "p", attempt)[-1].line
+        return re.findall(f" --{word}=([^ ]*) ", line)[0]
+
+    ports = [int(option("master-port", attempt)) - 10_000 for attempt in (0, 1, 2, 19_000)]
+    assert ports == [(ports[0] + attempt) % 19_000 for attempt in (0, 1, 2, 19_000)]
+    plans = ({}, {"folder": "/a"}, {"name": "b"}, {"nodes": "beta"})
+    assert len({option("rdzv-id", **values) for values in plans}) == len(plans)
+    own = {"env": ["MASTER_ADDR=fd00::1", "MASTER_PORT=7"]}
+    assert [option("master-addr", **own), option("master-port", attempt=1, **own)] == ["fd00::1", "7"]
+
+
+def test_zsh_gets_no_bare_equals_sign() -> None:
+    """It takes A==eth0 for the path of a program eth0."""
+    assert " NCCL_SOCKET_IFNAME='=eno1' " in render_torchrun(plan_of(), "/", "p")[0].line
+
+
+def test_without_a_command_there_is_nothing_to_run() -> None:
+    with pytest.raises(TorchrunError, match="no command"):
+        render_torchrun(plan_of(command=[]), "/", "p")
 
 
 def test_every_word_arrives_through_the_line(stubs: Stubs, tmp_path: Path, hostile_folder: Path) -> None:
@@ -168,13 +199,16 @@ def test_docker_runs_what_was_asked(stubs: Stubs, tmp_path: Path) -> None:
     assert argv[-len(WORDS) :] == WORDS
     assert {name: environ[name] for name in VALUES} == VALUES
     passed = {"DDP_SLURM_WORLD_SIZE", "NCCL_SOCKET_IFNAME", *VALUES}
-    assert {"--network=host", *(f"--env={name}" for name in passed)} <= set(argv[:image])
-    assert [text for text in argv if text.startswith("--mount=")] == [
-        f"--mount=type=bind,source={tmp_path},target={tmp_path}",
-        "--mount=type=bind,source=/da ta,target=/mnt,readonly",
-        "--mount=type=bind,source=/x,target=/x",
-    ]
-    assert f"--user={os.getuid()}:{os.getgid()}" in argv
+    names = [word for word in argv[:image] if re.fullmatch("--env=[A-Z0-9_]+", word)]
+    assert {f"--env={name}" for name in passed} <= set(names)
+    user = pwd.getpwuid(os.getuid()).pw_name
+    assert [word for word in argv[:image] if word not in names] == [
+        "run", "--rm", "--init", f"--name={name}", "--network=host", "--ipc=host", "--ulimit=memlock=-1",
+        "--ulimit=stack=67108864", "--gpus=all", f"--user={os.getuid()}:{os.getgid()}", "--env=HOME=/tmp",
+        f"--env=USER={user}", f"--mount=type=bind,source={tmp_path},target={tmp_path}",
+        "--mount=type=bind,source=/da ta,target=/mnt,readonly", "--mount=type=bind,source=/x,target=/x",
+        f"--workdir={tmp_path}",
+    ]  # fmt: skip
     assert clean_up == ["rm", "--force", name]
 
 
@@ -198,8 +232,21 @@ def test_an_overlay_network_has_names_of_its_own(stubs: Stubs, tmp_path: Path) -
     assert f"--master-addr={alias}" in first
     assert f"--master-addr={alias}" in second
     assert "NCCL_SOCKET_IFNAME" not in environ
-    assert [subprocess.run(["bash", "-n"], input=text.partition(": ")[2], text=True).returncode
-            for text in network_commands(plan)[:2]] == [0, 0]  # fmt: skip
+    assert "--network=ddp" in first
+    make, join, token = network_commands(plan)
+    stubs.environ["TOKEN"] = "SWM TKN"
+    for text in (make, join, token):
+        bash(text.partition(": ")[2], stubs, tmp_path)
+    assert [text.partition(": ")[0] for text in (make, join, token)] == [
+        "on gamma", "on beta", "where TOKEN is what this prints on gamma"
+    ]  # fmt: skip
+    assert [argv for _, argv, _, _ in stubs.calls()[2:]] == [
+        ["swarm", "init", "--advertise-addr", "192.0.2.1"],
+        ["network", "create", "--driver", "overlay", "--attachable", "ddp"],
+        ["swarm", "join", "--advertise-addr", "192.0.2.2", "--token", "SWM TKN", "192.0.2.1:2377"],
+        ["swarm", "join-token", "--quiet", "worker"],
+    ]
+    assert network_commands(plan_of()) == []
 
 
 def test_a_folder_that_cannot_be_mounted_is_refused_on_the_node(stubs: Stubs, tmp_path: Path) -> None:
