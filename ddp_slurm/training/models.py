@@ -81,10 +81,14 @@ def small_resnet(classes: int = 10) -> CifarResNet:
 def to_channels_last(model: nn.Module) -> nn.Module:
     """Lay the convolutions out as tensor cores want them.
 
-    A 1x1 kernel is the same bytes in both layouts; it keeps its strides, since autograd gives its gradient those, and
-    DDP warns of strides that differ.
+    A 1x1 kernel is the same bytes in both layouts, so torch would leave its strides; its gradient comes with those of
+    channels_last, and DDP copies and warns where they differ.
     """
     for parameter in model.parameters():
-        if parameter.ndim == 4 and parameter.shape[2:] != (1, 1):
-            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+        if parameter.ndim == 4:
+            _, channels, height, width = parameter.shape
+            strides = (channels * height * width, 1, width * channels, channels)
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last).as_strided(
+                parameter.shape, strides
+            )
     return model
