@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 
 from ddp_slurm.cluster import Cluster, GpuModel
@@ -14,7 +15,7 @@ from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.options import JobOptions, SbatchOption
 from ddp_slurm.plan import Plan, make_plan
 from ddp_slurm.render import render_sbatch
-from ddp_slurm.templating import directive
+from ddp_slurm.templating import directive, render_template
 
 from .conftest import Stub
 
@@ -204,6 +205,11 @@ def test_whatever_was_read_before_no_value_begins_a_directive(uneven: Path, tmp_
         plan = replace(plan, options=plan.options.replaced(**{field: bad}))
     with pytest.raises(DdpSlurmError, match="newline"):
         render_sbatch(plan)
+
+
+def test_a_value_that_a_template_lacks_is_an_error() -> None:
+    with pytest.raises(jinja2.UndefinedError, match="'release' is undefined"):
+        render_template("slurmdbd.conf.j2")
 
 
 def test_directive_values() -> None:

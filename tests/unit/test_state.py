@@ -1,5 +1,6 @@
 """The state of a job, from recorded words of four Slurm releases and from sources that fail."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,8 +31,15 @@ DOWN = Answer(1, "", "slurm_load_jobs error: Unable to contact slurm controller 
 NOTHING = Answer(0, "", "")
 
 
+COMMANDS = {
+    "squeue": r"squeue --noheader --jobs=[0-9]+(,[0-9]+)* --format=%i\|%T\|%N\|%r",
+    "scontrol": r"scontrol --oneliner show job [0-9]+",
+    "sacct": r"sacct --allocations --noheader --parsable2 --jobs=[0-9]+ --format=JobID,State,ExitCode,NodeList",
+}
+
+
 class Slurm:
-    """Stands for the clients: an answer for each, and a note of which were asked."""
+    """Stands for the clients: an answer for each to the right command, and a note of which were asked."""
 
     def __init__(self, **answers: Answer) -> None:
         self.answers = {"squeue": INVALID, "scontrol": INVALID, "sacct": DISABLED} | answers
@@ -39,6 +47,7 @@ class Slurm:
 
     def __call__(self, argv: Sequence[str]) -> Answer:
         self.asked.append(argv[0])
+        assert re.fullmatch(COMMANDS[argv[0]], " ".join(argv))
         return self.answers[argv[0]]
 
 
@@ -77,9 +86,10 @@ def test_recorded_running_job_as_a_whole(release: str) -> None:
 
 
 def test_squeue_lists_other_jobs_and_arrays_too() -> None:
-    text = "48+1|PENDING||ReqNodeNotAvail, UnavailableNodes:a|b\n48+0|PENDING||Priority\n7_[1-3]|PENDING||None\n9|RUNNING|n1|None\nwarning\n"
+    text = "48+1|PENDING||ReqNodeNotAvail, UnavailableNodes:a|b\n48+0|PENDING||Priority\n7_[1-3]|PENDING||None\n9|RUNNING|n1|None\n10|PENDING||(null)\nwarning\n"
     jobs = parse_squeue(text)
-    assert list(jobs) == ["48", "9"]
+    assert list(jobs) == ["48", "9", "10"]
+    assert jobs["10"] == [ComponentState("10", "PENDING")]
     assert jobs["9"] == [ComponentState("9", "RUNNING", "n1")]
     states = active_states(["48", "9"], Slurm(squeue=Answer(0, text, "")))
     assert states["48"].describe() == "PENDING (Priority, ReqNodeNotAvail, UnavailableNodes:a|b)"
@@ -89,6 +99,7 @@ def test_a_component_that_squeue_lists_no_more() -> None:
     scontrol = recorded("22.05", "cancelled.scontrol")
     state = read_state("1", ask=Slurm(squeue=Answer(0, "1+0|COMPLETING|gamma|None\n", ""), scontrol=scontrol))
     assert [(c.job_id, c.state) for c in state.components] == [("1+0", "COMPLETING"), ("1+1", "CANCELLED")]
+    assert [(c.exit_status, c.signal, c.restarts) for c in state.components] == [(0, 15, 0), (0, 15, 0)]
     assert not state.is_final
 
 
@@ -113,7 +124,18 @@ def test_overall_state(states: list[str], overall: str) -> None:
     assert overall_state(components[::-1]) == overall
 
 
-SACCT = "48+0|FAILED|3:0|gamma\n48+1|CANCELLED by 1000|0:15|alpha\n48+10|COMPLETED|0:0|None assigned\nbad|x\n48+2|OUT_OF_MEMORY|0:125|b[1-2]\n"
+@pytest.mark.parametrize(
+    ("states", "final"),
+    [
+        ("BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED TIMEOUT", True),
+        ("PENDING RUNNING SUSPENDED CONFIGURING COMPLETING REQUEUED REQUEUE_HOLD STOPPED RESIZING UNKNOWN", False),
+    ],
+)
+def test_after_which_words_nothing_follows(states: str, final: bool) -> None:
+    assert {JobState("8", state, "squeue").is_final for state in states.split()} == {final}
+
+
+SACCT = "48+0|FAILED|3:0|gamma\n48+1|CANCELLED by 1000|0:15|alpha\n48+10|COMPLETED|0:0|None assigned\nbad|x\n48+1|x\n48+2|OUT_OF_MEMORY|0:125|b[1-2]\n"
 
 
 def test_sacct_where_there_is_one() -> None:
@@ -149,6 +171,7 @@ def test_sacct_failing_is_the_normal_case(sacct: Answer) -> None:
 def test_exit_marker(text: str, state: str | None) -> None:
     found = parse_exit_marker(text)
     assert (found.state if found else None) == state
+    assert (found is not None and found.reason.startswith("ended by SIGTERM")) == ("terminated=yes" in text)
 
 
 def test_what_was_seen_before_counts_more_than_the_marker() -> None:
@@ -200,5 +223,8 @@ def test_clients_that_are_missing_and_the_users_formats(stub: object, monkeypatc
     }.items():
         monkeypatch.setenv(name, value)
     assert ask(["squeue"]) == Answer(0, "clean clean clean /c\n", "")
+    make("squeue", "exec sleep 60")  # type: ignore[operator]
+    monkeypatch.setattr("ddp_slurm.state.ASK_SECONDS", 0.1)
+    assert ask(["squeue"]) == Answer(124, "", "squeue has not answered for 0.1 s")
     missing = ask(["no-such-client"])
     assert (missing.status, missing.err) == (127, "no-such-client: No such file or directory")
