@@ -36,12 +36,15 @@ def test_growing_log(tmp_path: Path) -> None:
         file.write("ü".encode()[1:] + b"\xff\nlast")
         assert list(log.new_lines()) == ["ü\ufffd"]
         assert list(log.new_lines()) == []
-        assert list(log.new_lines(ended=True)) == ["last"]
+        file.write(b"\xff")
+        assert list(log.new_lines(ended=True)) == ["last\ufffd"]
         assert list(log.new_lines(ended=True)) == []
 
 
 def test_tail(tmp_path: Path) -> None:
     path = tmp_path / "log"
     assert tail(path) == ""
+    path.write_text("one\n\ntwo")
+    assert tail(path) == "one\n\ntwo"
     path.write_text("x" * 100_000 + "\n" + "".join(f"line {i}\n" for i in range(50)))
     assert tail(path, 3) == "line 47\nline 48\nline 49"
