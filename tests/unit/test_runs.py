@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import stat
 import subprocess
 import time
@@ -27,7 +28,7 @@ from ddp_slurm.runs import (
     load_run,
     make_runs_folder,
 )
-from ddp_slurm.state import ComponentState, JobState
+from ddp_slurm.state import ComponentState, JobState, parse_exit_marker
 
 EVERYTHING = {
     "command": ["python", "my train.py", "it's", "5"], "nodes": "gamma,alpha", "gpus": "5", "name": "a run", "time": "12:00:00",
@@ -161,13 +162,33 @@ def test_log_and_folder(
     assert runs_folder(output) == Path(folder) / RUNS_FOLDER
 
 
-def test_a_final_state_is_remembered_once(uneven: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("status", "terminated", "state"),
+    [(0, "no", "COMPLETED"), (3, "no", "FAILED"), (130, "yes", "CANCELLED"), (143, "yes", "CANCELLED")],
+)
+def test_the_marker_of_a_run_in_the_terminal(
+    uneven: Path, tmp_path: Path, status: int, terminated: str, state: str
+) -> None:
+    run = keep(plan_of(uneven), tmp_path)
+    assert run.exit_marker() is None
+    run.leave_exit_marker(status)
+    text = run.exit_marker() or ""
+    ended = r"ended=\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
+    host = re.escape(socket.gethostname())
+    assert re.fullmatch(f"status={status}\nterminated={terminated}\n{ended}\nhost={host}\nrestarts=0\n", text)
+    marker = parse_exit_marker(text)
+    assert marker is not None
+    assert (marker.state, marker.exit_status) == (state, status)
+
+
+@pytest.mark.parametrize("source", ["squeue", "scontrol", "sacct"])
+def test_a_final_state_is_remembered_once(uneven: Path, tmp_path: Path, source: str) -> None:
     run = keep(plan_of(uneven), tmp_path)
     assert run.last_look() is None
     run.remember(JobState("48", "RUNNING", "squeue"))
     run.remember(JobState("48", "FAILED", "exit marker"))
     assert run.last_look() is None
-    timeout = JobState("48", "TIMEOUT", "scontrol", (ComponentState("48", "TIMEOUT"),))
+    timeout = JobState("48", "TIMEOUT", source, (ComponentState("48", "TIMEOUT"),))
     run.remember(timeout)
     run.remember(JobState("48", "COMPLETED", "sacct"))
     assert run.last_look() == timeout

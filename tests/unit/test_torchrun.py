@@ -4,9 +4,11 @@ import json
 import os
 import pwd
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,6 +111,23 @@ def test_the_rendezvous_is_each_plans_and_each_attempts_own() -> None:
     assert len({option("rdzv-id", **values) for values in plans}) == len(plans)
     own = {"env": ["MASTER_ADDR=fd00::1", "MASTER_PORT=7"]}
     assert [option("master-addr", **own), option("master-port", attempt=1, **own)] == ["fd00::1", "7"]
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "words"),
+    [
+        ("python t.py", {}, ["/a b/p", "t.py"]),
+        ("python3 t.py", {}, ["/a b/p", "t.py"]),
+        ("t.py x", {}, ["/a b/p", "t.py", "x"]),
+        ("python3.9 t.py", {}, ["python3.9", "t.py"]),
+        ("./train", {}, ["./train"]),
+        ("t.py", {"python": "/c d/q"}, ["/c d/q", "t.py"]),
+        ("python3 t.py", {"venv": "/v"}, ["python3", "t.py"]),
+    ],
+)
+def test_a_bare_python_is_the_interpreter_of_the_node(command: str, options: dict[str, str], words: list[str]) -> None:
+    line = render_torchrun(plan_of(**{"command": command, **options}), "/", "/a b/p")[0].line
+    assert shlex.split(line.partition(" --no-python ")[2].removesuffix(" )")) == words
 
 
 def test_zsh_gets_no_bare_equals_sign() -> None:
@@ -247,6 +266,8 @@ def test_an_overlay_network_has_names_of_its_own(stubs: Stubs, tmp_path: Path) -
         ["swarm", "join-token", "--quiet", "worker"],
     ]
     assert network_commands(plan_of()) == []
+    node = plan.machines[0]._replace(address="fd00::1")
+    assert network_commands(replace(plan, machines=(node, *plan.machines[1:])))[1].endswith(" '[fd00::1]:2377'")
 
 
 def test_a_folder_that_cannot_be_mounted_is_refused_on_the_node(stubs: Stubs, tmp_path: Path) -> None:
