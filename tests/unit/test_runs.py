@@ -1,14 +1,18 @@
 """The run folder: what was submitted, read again and repeated."""
 
+import getpass
 import json
 import os
+import platform
 import re
 import shutil
 import socket
 import stat
 import subprocess
+import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -27,8 +31,12 @@ from ddp_slurm.runs import (
     keep_run,
     load_run,
     make_runs_folder,
+    plan_as_dict,
+    versions,
 )
 from ddp_slurm.state import ComponentState, JobState, parse_exit_marker
+
+from .conftest import Stub
 
 EVERYTHING = {
     "command": ["python", "my train.py", "it's", "5"], "nodes": "gamma,alpha", "gpus": "5", "name": "a run", "time": "12:00:00",
@@ -160,6 +168,56 @@ def test_log_and_folder(
     monkeypatch.setattr(os, "getcwd", lambda: "/w")
     assert log_path(plan_of(uneven, output=output), "48") == log
     assert runs_folder(output) == Path(folder) / RUNS_FOLDER
+
+
+def test_the_plan_for_programs(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "name: lab\nnodes: [{name: 'n[1-2]', gpus: {type: a100, count: 2}, cpus: 8, memory: 30G, partition: big, "
+        "constraint: nvlink, interface: eno1}]\n"
+    )
+    plan = plan_of(path, gpus="4", name="mine", launcher="torchrun", global_batch_size="10")
+    assert plan_as_dict(plan) == {
+        "name": "mine",
+        "cluster": "lab",
+        "world_size": 4,
+        "components": [
+            {
+                "nodes": ["n1", "n2"], "gres": "gpu:a100:2", "tasks_per_node": 2, "cpus_per_task": 4,
+                "memory_mb": 30720, "partition": "big", "constraint": "nvlink", "interface": "eno1",
+            }
+        ],
+        "ranks": [
+            {
+                "rank": rank, "component": 0, "node": node, "node_rank": node_rank, "local_rank": local_rank,
+                "gpu_type": "a100", "share": share,
+            }
+            for rank, node, node_rank, local_rank, share in
+            [(0, "n1", 0, 0, 3), (1, "n1", 0, 1, 3), (2, "n2", 1, 0, 2), (3, "n2", 1, 1, 2)]
+        ],
+        "step_env": plan.step_env(),
+        "launcher": "torchrun",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [("echo 22.05.8 '' $*", "22.05.8  {}"), ("exit 0", None), ("echo bad; exit 1", None), ("exec sleep 60", None)],
+)
+def test_versions(program: str, said: str | None, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "sleep" in program:
+        monkeypatch.setattr("ddp_slurm.runs.PROBE_SECONDS", 0.1)
+    for name in ("scontrol", "git"):
+        stub(name, program)
+    found = versions()
+    asked = {"slurm": "--version", "git": "describe --always --dirty --abbrev=40"}
+    assert {name: found.pop(name) for name in asked} == {n: said and said.format(words) for n, words in asked.items()}
+    kept = ("torch", "torchvision", "numpy", "submitit", "lightning", "accelerate")
+    assert set(found.pop("packages")) == {"ddp_slurm", *(name for name in kept if find_spec(name))}
+    assert found == {
+        "python": platform.python_version(), "interpreter": sys.executable, "platform": platform.platform(),
+        "host": socket.gethostname(), "user": getpass.getuser(),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
