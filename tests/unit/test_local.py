@@ -11,6 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from ddp_slurm.backends.local import LocalError, step_processes
+from ddp_slurm.cluster import Cluster
+from ddp_slurm.options import JobOptions
+from ddp_slurm.plan import make_plan
+
 from .conftest import Command, Stub
 
 REPORT = """
@@ -41,6 +46,41 @@ def test_seven_ranks_as_under_slurm(uneven: Path, submit: Command, tmp_path: Pat
     assert found[0]["argv"] == ["it's", "$(id)"]
     labels = sorted(line.split("]")[0] for line in done.stdout.splitlines())
     assert labels == ["[0 gamma", "[1 beta", "[2 beta", "[3 alpha", "[4 alpha", "[5 alpha", "[6 alpha"]
+
+
+def test_a_ranks_whole_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "nodes:\n  - {name: z, gpus: 1}\n  - {name: 'a[1-2]', gpus: 2, interface: eno1, env: {NCCL_DEBUG: INFO, X: node}}\n"
+    )
+    options = {"command": ["python", "t.py"], "env": ["A=b c", "X=job"], "global_batch_size": "5"}
+    plan = make_plan(Cluster.load(path), JobOptions.read(options))
+    kept = {"PATH": "/bin", "OMP_NUM_THREADS": "3"}
+    found = list(step_processes(plan, {**kept, "SLURM_PROCID": "8", "SLURM_CPU_BIND": "x"}))
+    last = dict(found[4].environ)
+    assert (found[4].argv, found[4].name, found[4].label) == ([sys.executable, "t.py"], "rank 4 on a2", "[4 a2] ")
+    assert 0 < int(last.pop("MASTER_PORT")) < 65536
+    assert last == {
+        **kept, **plan.step_env(), "PYTHONUNBUFFERED": "1", "A": "b c", "X": "node", "NCCL_DEBUG": "INFO",
+        "MASTER_ADDR": "127.0.0.1", "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "5",
+        "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_NODELIST": "a[1-2],z", "SLURM_JOB_NODELIST": "a[1-2],z",
+        "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "z", "SLURM_JOB_NODELIST_HET_GROUP_1": "a[1-2]",
+        "SLURM_PROCID": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURMD_NODENAME": "a2", "SLURM_GTIDS": "3,4",
+    }  # fmt: skip
+    plain = next(step_processes(make_plan(Cluster.load(path), JobOptions.read({**options, "nodes": "z"})), {})).environ
+    assert (plain["OMP_NUM_THREADS"], plain["SLURM_NTASKS"]) == ("1", "1")
+    assert not [name for name in plain if "HET" in name]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"container": "docker:x"}, "--container does not go"), ({"launcher": "torchrun"}, "--launcher does not go")],
+)
+def test_what_needs_another_backend(uneven: Path, options: dict[str, str], words: str) -> None:
+    plan = make_plan(Cluster.load(uneven), JobOptions.read({"command": ["python", "t.py"], **options}))
+    with pytest.raises(LocalError, match=words):
+        list(step_processes(plan, {}))
 
 
 def test_gpus_of_the_machine_are_dealt_out_node_by_node(

@@ -365,6 +365,7 @@ def test_launcher_torchrun_starts_all_nodes_again(
         ({"container": "docker:$(id)"}, "command substitution"),
         ({"container": "docker:x", "mount": ["data"]}, "'data' is not SOURCE"),
         ({"container": "docker:x", "mount": ["/a:/b:/c"]}, "is not SOURCE"),
+        ({"container": "docker:x", "mount": ["/a:b"]}, "is not SOURCE"),
         ({"container": "docker:x", "mount": ["/a,b"]}, "cannot be mounted"),
         ({"launcher": "mpirun"}, "'mpirun' is not accepted here; srun and torchrun are"),
     ],
