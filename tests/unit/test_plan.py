@@ -38,18 +38,18 @@ def test_ranks_follow_the_order_of_the_file(uneven: Path) -> None:
 def test_nodes_of_one_shape_share_a_component_in_slurms_order(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(
-        "nodes:\n  - {name: n10, gpus: 2}\n  - {name: big, gpus: 4}\n  - {name: 'n[9,11],n,a30', gpus: 2}\n"
+        "nodes:\n  - {name: n10, gpus: 2}\n  - {name: big, gpus: 4}\n  - {name: 'n[9,11,0],n,a30', gpus: 2}\n"
         "  - {name: cpu, gpus: 0}\n  - {name: n8, gpus: 2, interface: eno1}\n"
     )
     plan = plan_of(path)
     components = plan.components
     assert [(c.nodes, c.nodelist, c.tasks_per_node) for c in components] == [
-        (("a30", "n", "n9", "n10", "n11"), "a30,n,n[9-11]", 2),
+        (("a30", "n", "n0", "n9", "n10", "n11"), "a30,n,n[0,9-11]", 2),
         (("big",), "big", 4),
         (("n8",), "n8", 2),
     ]
     assert [(r.node, r.node_rank) for r in plan.ranks() if not r.local_rank] == [
-        ("a30", 0), ("n", 1), ("n9", 2), ("n10", 3), ("n11", 4), ("big", 5), ("n8", 6)
+        ("a30", 0), ("n", 1), ("n0", 2), ("n9", 3), ("n10", 4), ("n11", 5), ("big", 6), ("n8", 7)
     ]  # fmt: skip
     assert components[2].task_env == {"NCCL_SOCKET_IFNAME": "=eno1", "GLOO_SOCKET_IFNAME": "eno1"}
 
@@ -148,10 +148,10 @@ def test_shares_by_a_file_of_speeds(uneven: Path, tmp_path: Path) -> None:
     assert max(seconds) == 18, "the least that a step can take: 17 would do for 88 samples"
     assert plan.step_env()["DDP_SLURM_BALANCE"] == "planned"
     speeds.write_text(
-        "titan: {beta: 1, max_batch: 10}\nv100: {beta: 1, alpha: 1, max_batch: 20}\na100: {beta: 1, max_batch: 10}\n"
+        "titan: {beta: 1, max_batch: 10}\nv100: {beta: 1, alpha: 3, max_batch: 20}\na100: {beta: 1, max_batch: 10}\n"
     )
     assert plan_of(uneven, global_batch_size=90, balance=str(speeds)).shares == (10, 20, 20, 10, 10, 10, 10)
-    assert plan_of(uneven, nodes="gamma,beta", global_batch_size=7, balance=str(speeds)).shares == (3, 2, 2)
+    assert plan_of(uneven, nodes="gamma,beta", global_batch_size=3, balance=str(speeds)).shares == (3, 0, 0)
 
 
 @pytest.mark.parametrize(
