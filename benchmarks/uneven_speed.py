@@ -126,9 +126,8 @@ def main() -> None:
         if world.rank == 0:
             total, theory, at_equal, at_balanced = (statistics.median(column) for column in zip(*measured, strict=True))
             device = torch.cuda.get_device_name() if gpu else "cpu"
-            print(
-                f"{world.world_size} x {device}, {precision.name}, slower by about {factors}, global batch {global_batch}"
-            )
+            what = f"{precision.name}, slower by {factors}, global batch {global_batch}"
+            print(f"{world.world_size} x {device}, {what}")
             print(f"sum of the ranks' own throughputs: {total:,.0f} images/s")
             print(f"equal split {equal}: {at_equal:,.0f} images/s")
             print(f"balanced split {balanced}: {at_balanced:,.0f} images/s")
