@@ -68,6 +68,7 @@ def test_known_splits(costs: list[tuple[float, float]], batch: int, shares: list
         ((4, [(0, -1)]), r"rank 0: cost \(0, -1\)"),
         ((4, [(-1, 0)]), r"rank 0: cost \(-1, 0\)"),
         ((4, [(0, float("inf"))]), r"rank 0: cost \(0, inf\)"),
+        ((4, [(float("inf"), 0)]), r"rank 0: cost \(inf, 0\)"),
         ((4, [(0, 1)], [4, 4]), "max_batch has 2 numbers for 1 ranks"),
         ((4, [(0, 1), (0, 1)], [5, -1]), "holds a negative number"),
         ((9, [(0, 1), (0, 1)], 4), "global batch 9 does not fit: the ranks can take 8 at most"),
