@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_slurm.backends.local import LocalError, step_processes
+from ddp_slurm.backends.local import LocalError, step_processes, visible_gpus
 from ddp_slurm.cluster import Cluster
 from ddp_slurm.options import JobOptions
 from ddp_slurm.plan import make_plan
@@ -71,6 +71,25 @@ def test_a_ranks_whole_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     plain = next(step_processes(make_plan(Cluster.load(path), JobOptions.read({**options, "nodes": "z"})), {})).environ
     assert (plain["OMP_NUM_THREADS"], plain["SLURM_NTASKS"]) == ("1", "1")
     assert not [name for name in plain if "HET" in name]
+
+
+@pytest.mark.parametrize(
+    ("visible", "listing", "gpus"),
+    [
+        (None, "echo 'GPU 0: X'; echo '  MIG 1g.10gb'; echo 'GPU 1: X'", ("0", "1")),
+        (None, "echo 'GPU 0: X'; echo 'Unable to determine the device handle'; exit 15", ()),
+        ("3,GPU-1c9f", "echo 'GPU 0: X'", ("3", "GPU-1c9f")),
+        ("", "echo 'GPU 0: X'", ()),
+    ],
+)
+def test_which_gpus_there_are(
+    visible: str | None, listing: str, gpus: tuple[str, ...], stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub("nvidia-smi", f'[[ "$*" == --list-gpus ]] || exit 2; {listing}')
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert visible_gpus() == gpus
 
 
 @pytest.mark.parametrize(

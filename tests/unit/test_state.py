@@ -135,7 +135,7 @@ def test_after_which_words_nothing_follows(states: str, final: bool) -> None:
     assert {JobState("8", state, "squeue").is_final for state in states.split()} == {final}
 
 
-SACCT = "48+0|FAILED|3:0|gamma\n48+1|CANCELLED by 1000|0:15|alpha\n48+10|COMPLETED|0:0|None assigned\nbad|x\n48+1|x\n48+2|OUT_OF_MEMORY|0:125|b[1-2]\n"
+SACCT = "48+0|FAILED|3:0|gamma\n48+1|CANCELLED by 1000|0:15|alpha\n48+10|COMPLETED|0:0|None assigned\nbad|x\n48+1|x\n48_1|RUNNING|0:0|n1\n48+2|OUT_OF_MEMORY|0:125|b[1-2]\n"
 
 
 def test_sacct_where_there_is_one() -> None:
