@@ -1,6 +1,7 @@
 """How fast each rank is: a short measurement at the start, from which ``split_batch`` makes the shares."""
 
 import copy
+import statistics
 import time
 from collections.abc import Sequence
 
@@ -14,7 +15,11 @@ from .evaluation import LossFunction
 from .precision import Precision
 from .random_state import random_state, set_random_state
 
-REPEATS, ENOUGH_SECONDS = 12, 1.0
+SWEEPS, REPEATS, ENOUGH_SECONDS = 3, 4, 0.3
+"""Each size is timed in several sweeps over all sizes, so that a disturbance must last through all of them to count."""
+ALIKE = 0.05
+"""Cards of one model whose times differ by less than this are equal: so much is as often noise as it is theirs, and
+where Python sets the pace a step costs nearly the same for any share, so that noise would move most of the batch."""
 
 
 def measured_shares(
@@ -25,11 +30,12 @@ def measured_shares(
     precision: Precision,
     control: dist.ProcessGroup,
     micro_batch: int,
+    models: Sequence[str],
 ) -> list[int]:
     """The shares that fit the ranks' measured speeds, the same on every rank. All ranks call it.
 
-    A rank is measured with ``micro_batch`` samples at most: more may not fit its memory. ``model`` is the module
-    without DDP; a copy of it does the work, and the random state is put back.
+    ``models`` names each rank's card. A rank is measured with ``micro_batch`` samples at most: more may not fit its
+    memory. ``model`` is the module without DDP; a copy of it does the work, and the random state is put back.
     """
     shares = equal_shares(global_batch, dist.get_world_size(control))
     for _ in range(2):  # the second time around the shares of the first: a line fits best where it was measured
@@ -37,8 +43,24 @@ def measured_shares(
         cost = measure_cost(model, source, loss_function, share, micro_batch, precision, control)
         costs: list[tuple[float, float]] = [(0.0, 0.0)] * len(shares)
         dist.all_gather_object(costs, cost, group=control)
-        shares = split_batch(global_batch, costs)
+        shares = split_batch(global_batch, alike_made_equal(costs, models, global_batch / len(shares)))
     return shares
+
+
+def alike_made_equal(
+    costs: Sequence[tuple[float, float]], models: Sequence[str], samples: float
+) -> list[tuple[float, float]]:
+    """The costs, with one cost for all cards of a model that take about as long as its middle one for ``samples``."""
+    seconds = [alpha + beta * samples for alpha, beta in costs]
+    result = list(costs)
+    for model in set(models):
+        ranks = [rank for rank, name in enumerate(models) if name == model]
+        middle = statistics.median_low(seconds[rank] for rank in ranks)
+        alike = [rank for rank in ranks if abs(seconds[rank] - middle) <= ALIKE * middle]
+        alpha, beta = (statistics.fmean(costs[rank][i] for rank in alike) for i in (0, 1))
+        for rank in alike:
+            result[rank] = (alpha, beta)
+    return result
 
 
 def measure_cost(
@@ -59,11 +81,13 @@ def measure_cost(
     sizes = [max(least, share // 2), share, min(3 * share // 2, micro_batch)]
     state = random_state(source.device)
     work = copy.deepcopy(model).train()
-    times = []
-    for size in sizes:
-        if control is not None:
-            dist.barrier(group=control)
-        times.append(_seconds_of_step(work, source, loss_function, size, precision))
+    times = [float("inf")] * len(sizes)
+    for sweep in range(SWEEPS):
+        for i, size in enumerate(sizes):
+            if control is not None:
+                dist.barrier(group=control)
+            seconds = _seconds_of_step(work, source, loss_function, size, precision, is_first=sweep == 0)
+            times[i] = min(times[i], seconds)
     set_random_state(state, source.device)
     return fit_line(sizes, times)
 
@@ -84,13 +108,13 @@ def fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, flo
 
 
 def _seconds_of_step(
-    work: nn.Module, source: Source, loss_function: LossFunction, size: int, precision: Precision
+    work: nn.Module, source: Source, loss_function: LossFunction, size: int, precision: Precision, *, is_first: bool
 ) -> float:
-    """The fastest of a few steps: the others were disturbed. The first is not counted (allocation, kernel choice)."""
+    """The fastest of a few steps: the others were disturbed. A size's first one is left out (allocation, kernels)."""
     order = torch.arange(size) % len(source)
     best, spent = float("inf"), 0.0
-    for repeat in range(REPEATS + 1):
-        if repeat > 1 and spent > ENOUGH_SECONDS:
+    for repeat in range(-1 if is_first else 0, REPEATS):
+        if repeat > 0 and spent > ENOUGH_SECONDS:
             break
         _wait_for_device(source.device)
         started = time.perf_counter()
@@ -99,7 +123,7 @@ def _seconds_of_step(
                 loss = loss_function(work(inputs), targets)
             loss.backward()  # type: ignore[no-untyped-call]
         _wait_for_device(source.device)
-        if repeat:
+        if repeat >= 0:
             seconds = time.perf_counter() - started
             best, spent = min(best, seconds), spent + seconds
         work.zero_grad(set_to_none=True)

@@ -132,6 +132,7 @@ class Trainer:
             self.precision,
             self.world.control,
             self.micro_batch,
+            [fact.device_name for fact in self.world.ranks],
         )
 
     def train(self) -> Result:

@@ -11,8 +11,16 @@ import pytest
 import torch
 
 from ddp_slurm.errors import DdpSlurmError
-from ddp_slurm.training.calibrate import fit_line
-from ddp_slurm.training.data import DataError, DatasetSource, ResidentImages, load_cifar10, synthetic_classes
+from ddp_slurm.training import calibrate
+from ddp_slurm.training.calibrate import alike_made_equal, fit_line, measure_cost
+from ddp_slurm.training.data import (
+    DataError,
+    DatasetSource,
+    ResidentImages,
+    ResidentTensors,
+    load_cifar10,
+    synthetic_classes,
+)
 from ddp_slurm.training.evaluation import evaluate
 from ddp_slurm.training.precision import Precision, PrecisionError, choose_precision
 from ddp_slurm.training.records import open_recorder
@@ -76,6 +84,41 @@ def test_a_slow_rank_is_measured_and_gets_less(tmp_path: Path) -> None:
 )
 def test_the_cost_line(sizes: list[int], seconds: list[float], line: tuple[float, float]) -> None:
     assert fit_line(sizes, seconds) == pytest.approx(line)
+
+
+@pytest.mark.parametrize(
+    ("costs", "models", "fitted"),
+    [
+        # a step that hardly depends on the share: noise would move most of the batch
+        ([(0.0150, 1e-6), (0.0151, 2e-6)], "aa", [(0.01505, 1.5e-6)] * 2),
+        ([(0.0, 1e-4), (0.0, 2e-4)], "aa", [(0.0, 1e-4), (0.0, 2e-4)]),  # one of them throttles
+        ([(0.0, 1.00e-4), (0.0, 1.04e-4)], "ab", [(0.0, 1.00e-4), (0.0, 1.04e-4)]),
+        ([(0.0, 1.00e-4), (0.0, 1.04e-4), (0.0, 1.02e-4), (0.0, 3e-4)], "aaba",
+         [(0.0, 1.02e-4), (0.0, 1.02e-4), (0.0, 1.02e-4), (0.0, 3e-4)]),
+        ([(0.0, 1.00e-4), (0.0, 1.06e-4)], "aa", [(0.0, 1.00e-4), (0.0, 1.06e-4)]),
+    ],
+)  # fmt: skip
+def test_cards_of_one_model_are_equal_within_the_noise(costs: list, models: str, fitted: list) -> None:
+    equal = alike_made_equal(costs, list(models), 100)
+    assert np.array(equal) == pytest.approx(np.array(fitted))
+
+
+@pytest.mark.parametrize("disturbed", [0, 1, 2])
+def test_a_disturbance_of_one_sweep_does_not_count(disturbed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def seconds_of_step(*arguments: object, is_first: bool) -> float:
+        size = int(str(arguments[3]))
+        sweep = calls.count(size)
+        calls.append(size)
+        assert is_first is (sweep == 0)
+        return (1.0 if sweep == disturbed else 0.0) + 0.002 + 0.0001 * size
+
+    monkeypatch.setattr(calibrate, "_seconds_of_step", seconds_of_step)
+    source = ResidentTensors(*make_data(4, torch.float32), torch.device("cpu"))
+    cost = measure_cost(torch.nn.Linear(1, 1), source, cross_entropy, 40, 64, Precision("fp32", "cpu"))
+    assert calls == [20, 40, 60] * 3
+    assert cost == pytest.approx((0.002, 0.0001))
 
 
 A100 = dataclasses.replace(FACT, rank=1, node_name="alpha", device_name="NVIDIA A100", compute_capability=(8, 0))
