@@ -130,3 +130,17 @@ time_limit = _matching(
     r"[0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}|UNLIMITED|INFINITE",
     "a time limit in Slurm's format: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S, such as 12:00:00 for twelve hours",
 )
+
+
+def limit_seconds(time_limit: str) -> int | None:
+    """A checked time limit in seconds, None for one without an end.
+
+    >>> [limit_seconds(text) for text in ("90", "1:30", "2:00:00", "1-12", "1-00:30", "UNLIMITED")]
+    [5400, 90, 7200, 129600, 88200, None]
+    """
+    if not time_limit[0].isdigit():
+        return None
+    days, dash, rest = time_limit.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))

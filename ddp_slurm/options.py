@@ -246,8 +246,15 @@ class JobOptions(Schema):
             raise OptionsError(f"--container-network is docker's; {self.container.engine} uses the nodes' own network")
         if self.container is not None and (self.conda_env or self.venv):
             raise OptionsError("--conda-env and --venv are the node's; a container has its own Python: give --python")
-        if self.signal_seconds is not None and self.time is None:
-            raise OptionsError("--signal-seconds needs --time, the limit that it comes before")
+        if self.signal_seconds is not None:
+            if self.time is None:
+                raise OptionsError("--signal-seconds needs --time, the limit that it comes before")
+            limit = fields.limit_seconds(self.time)
+            if limit is not None and self.signal_seconds >= limit:
+                raise OptionsError(
+                    f"--signal-seconds {self.signal_seconds}: the signal would come before the job has begun; "
+                    f"--time {self.time} is {limit} seconds"
+                )
 
     @property
     def interpreter(self) -> str:

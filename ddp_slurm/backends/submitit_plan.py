@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cluster import Cluster
+from ..fields import limit_seconds
 from ..job import DEFAULT_CLUSTER, Request, load_cluster, load_options
 from ..log_path import RUNS_FOLDER
 from ..options import JobOptions, OptionsError
@@ -141,10 +142,4 @@ def minutes(time_limit: str | None) -> int:
     >>> [minutes(text) for text in ("90", "1:30", "2:00:00", "1-12", "1-00:30")]
     [90, 2, 120, 2160, 1470]
     """
-    if time_limit is None or not time_limit[0].isdigit():
-        return 0
-    days, dash, rest = time_limit.rpartition("-")
-    parts = [int(part) for part in rest.split(":")]
-    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
-    seconds = sum(part * unit for part, unit in zip(parts, units, strict=False))
-    return int(days or 0) * 1440 + -(-seconds // 60)
+    return -(-(limit_seconds(time_limit) or 0) // 60) if time_limit else 0

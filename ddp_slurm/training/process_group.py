@@ -27,6 +27,9 @@ from .startup_check import (
     node_name,
 )
 
+_stop = threading.Event()
+"""Of the process, not of a world: it is the process that the signal reaches, maybe before its world has met."""
+
 
 @dataclass
 class World:
@@ -42,7 +45,6 @@ class World:
     control: dist.ProcessGroup
     ranks: list[RankFacts]
     rendezvous_seconds: float
-    stop_requested: bool = False
     _watch: FailureWatch | None = field(default=None, repr=False)
     _store: Store | None = field(default=None, repr=False)
 
@@ -57,6 +59,11 @@ class World:
     @property
     def place(self) -> str:
         return self.ranks[self.rank].place
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether this process was sent SIGUSR2 since ``init_distributed`` began."""
+        return _stop.is_set()
 
     def planned_shares(self, global_batch: int) -> list[int]:
         """Samples of one global batch per rank, as the plan of the job has them (DDP_SLURM_SHARES), else equal.
@@ -103,12 +110,14 @@ def init_distributed(
         timeout_seconds: the longest that any collective may take.
         rendezvous_seconds: the longest to wait for all ranks to arrive.
 
-    SIGUSR2, which the job's time limit sends ahead, sets ``World.stop_requested`` from here on instead of ending the
-    process. An exception that nobody catches ends all ranks, see ``failure``.
+    SIGUSR2, which the job's time limit sends ahead, sets ``World.stop_requested`` from the first line on instead of
+    ending the process: the ranks then meet, and stop after one step. An exception that nobody catches ends all ranks,
+    see ``failure``.
 
     Raises LaunchError on every rank, with rank, host, expected and found, for a world that is not the planned one.
     """
     started = time.monotonic()
+    _catch_stop_signal()
     print_faults_plainly(f"process {os.getpid()} on {node_name()}")
     env = RankEnv.from_environ()
     print_faults_plainly(f"rank {env.rank} on {node_name()}")
@@ -136,9 +145,7 @@ def init_distributed(
     message = [facts]  # by broadcast and not through the store, which would send it from one socket to each rank
     dist.broadcast_object_list(message, src=0, group=control)
     ranks = [facts_from_dict(values) for values in message[0]]
-    world = World(env, device, backend, control, ranks, time.monotonic() - started, _watch=watch, _store=store)
-    _catch_stop_signal(world)
-    return world
+    return World(env, device, backend, control, ranks, time.monotonic() - started, _watch=watch, _store=store)
 
 
 def _watch_for_failure(store: Store, env: RankEnv, own: RankFacts, rendezvous_seconds: float) -> FailureWatch | None:
@@ -245,12 +252,12 @@ def _say_goodbye(world: World) -> None:
         return  # rank 0 has gone after its deadline: nothing is left to say
 
 
-def _catch_stop_signal(world: World) -> None:
+def _catch_stop_signal() -> None:
     if threading.current_thread() is not threading.main_thread():
         return  # Python allows handlers in the main thread only
 
     def request(signum: int, frame: FrameType | None) -> None:
-        world.stop_requested = True
+        _stop.set()
 
     if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
         signal.signal(signal.SIGUSR2, request)

@@ -10,8 +10,15 @@ import pytest
 from ddp_slurm.rank_env import LaunchError, RankEnv
 from ddp_slurm.training.startup_check import RankFacts, check_launch, facts_from_dict, facts_to_dict, find_faults
 
-from .workers import fail_at_three, fail_without_collective, join, meet_and_stay, place
-from .worlds import PATIENCE_SECONDS, run_world, world
+from .workers import (
+    fail_at_three,
+    fail_without_collective,
+    join,
+    meet_and_stay,
+    place,
+    signalled_before_the_meeting,
+)
+from .worlds import PATIENCE_SECONDS, run_world, tell, world
 
 FACT = RankFacts(
     rank=0, local_rank=0, node_rank=0, world_size=3, host="gamma", node_name="gamma", host_address="198.18.0.3",
@@ -164,6 +171,13 @@ def test_a_rank_started_twice_is_named(tmp_path: Path) -> None:
         assert 0 not in running.wait(PATIENCE_SECONDS)
         logs = running.all_logs()
     assert "another process has this rank already; expected one process a rank" in logs
+
+
+def test_a_signal_that_comes_before_the_world_has_met_is_kept(tmp_path: Path) -> None:
+    with world(tmp_path, (1, 1), signalled_before_the_meeting) as running:
+        assert running.receive(0) == "signalled"
+        tell(running.pipes[1], "go")
+        assert running.results() == [True, False]
 
 
 def test_no_answer_from_rank_0_and_a_port_that_is_taken(tmp_path: Path) -> None:

@@ -197,6 +197,23 @@ def fail_without_collective(pipe: Connection) -> None:
         threading.Event().wait(600)
 
 
+def signalled_before_the_meeting(pipe: Connection) -> bool:
+    """Rank 0 gets SIGUSR2 while it waits for rank 1, which comes when it is told to."""
+
+    def signal_self() -> None:
+        while signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        tell(pipe, "signalled")
+
+    if os.environ["RANK"] == "0":
+        threading.Thread(target=signal_self, daemon=True).start()
+    else:
+        pipe.recv_bytes()
+    with init_distributed() as world:
+        return world.stop_requested
+
+
 def meet_and_stay(pipe: Connection) -> None:
     with init_distributed():
         threading.Event().wait(600)

@@ -122,6 +122,10 @@ BAD = {
     "nodes": (["--nodes", "gamma,delta"], "--nodes: 'delta' is not a node"),
     "two environments": (["--python", "p", "--venv", "v"], "--python and --venv cannot be given together"),
     "balance without a batch": (["--balance", "speeds.yaml"], "--balance speeds.yaml needs --global-batch-size"),
+    "signal before the start": (
+        ["--signal-seconds", "120", "--time", "2:00"],
+        "--signal-seconds 120: the signal would come before the job has begun; --time 2:00 is 120 seconds",
+    ),
     "signal without a time": (["--signal-seconds", "60"], "--signal-seconds needs --time"),
     "no such option": (["--mem", "3G"], "no such option: --mem; did you mean '--memory'?"),
     "an option without its value": (["--time"], "argument --time: expected one argument"),
