@@ -60,7 +60,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise DdpSlurmError(f"TensorBoard metrics need the package tensorboard ({error})") from error
-        self._writer = SummaryWriter(str(folder), purge_step=resumed_step or None)
+        self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)
 
     def __call__(self, record: Record) -> None:
         for name, value in record.items():

@@ -4,11 +4,13 @@ import csv
 import dataclasses
 import json
 import pickle
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.training import calibrate
@@ -279,6 +281,25 @@ def test_metrics_of_a_resumed_run_read_like_one_run_s(tmp_path: Path, name: str)
     assert [(int(row["step"]), float(row["loss"])) for row in rows] == [(1, 1.0), (2, 0.5), (3, 0.25)]
     open_recorder(str(path))  # a new run begins anew
     assert len(path.read_text().splitlines()) == (0 if name.endswith("jsonl") else 1)
+
+
+def test_tensorboard_reads_a_resumed_run_as_one(tmp_path: Path) -> None:
+    folder = tmp_path / "board"
+    recorder = open_recorder(f"{folder}/")
+    for step in (1, 2, 3):
+        recorder({"kind": "train", "epoch": 1, "step": step, "loss": float(step), "device": "cpu"})
+    recorder = open_recorder(f"{folder}/", resumed_step=2)
+    recorder({"kind": "train", "epoch": 1, "step": 3, "loss": 0.5})
+    recorder({"kind": "evaluation", "epoch": 1, "step": 3, "accuracy": 0.25})
+    board = EventAccumulator(str(folder)).Reload()
+    assert sorted(board.Tags()["scalars"]) == ["evaluation/accuracy", "train/loss"]
+    assert [(event.step, event.value) for event in board.Scalars("train/loss")] == [(1, 1.0), (2, 2.0), (3, 0.5)]
+
+
+def test_tensorboard_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(DdpSlurmError, match="TensorBoard metrics need the package tensorboard"):
+        open_recorder(f"{tmp_path}/")
 
 
 def test_a_metrics_path_of_another_kind_is_refused() -> None:

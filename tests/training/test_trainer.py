@@ -56,6 +56,15 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
+def test_the_gradient_that_is_clipped_is_not_the_scaled_one(tmp_path: Path) -> None:
+    """fp16 multiplies the loss by 65,536: clipping before that is taken back would leave next to nothing of a step."""
+    settings = Run((2, 5), tmp_path / "s.pt", dtype=torch.float32, stateful=False,
+                   options={"precision": "fp16", "clip_norm": 0.2})  # fmt: skip
+    start, expected = flat(make_model(torch.float32).parameters()), reference(settings, clip_norm=0.2)
+    for report in run(tmp_path, (1, 1), settings):
+        assert relative_error(report.weights - start, expected - start) < 1e-2
+
+
 @pytest.mark.parametrize(
     ("samples", "shares", "options"),
     [
