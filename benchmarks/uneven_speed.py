@@ -118,7 +118,13 @@ def main() -> None:
             alone = rate_alone(world, model, data, batch, steps, arguments.precision)
             dist.all_gather_object(own, alone, group=world.control)
             balanced = measured_shares(
-                model, data, cross_entropy, global_batch, precision, world.control, micro_batch=global_batch,
+                model,
+                data,
+                cross_entropy,
+                global_batch,
+                precision,
+                world.control,
+                micro_batch=global_batch,
                 models=[fact.device_name for fact in world.ranks],
             )
             at_equal = rate_together(world, model, data, equal, arguments.precision)

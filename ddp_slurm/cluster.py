@@ -46,7 +46,7 @@ class Ssh(Schema):
 
     user: str | None = key(fields.user_name, None)
     port: int | None = key(fields.positive_number, None)
-    identity: str | None = key(fields.plain_text, None)
+    identity: str | None = key(fields.filled_text, None)
 
 
 class Node(NamedTuple):

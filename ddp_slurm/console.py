@@ -4,9 +4,12 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from .errors import DdpSlurmError, did_you_mean
+from .schema import Reader
+
+T = TypeVar("T")
 
 
 def say(text: str) -> None:
@@ -47,6 +50,18 @@ def add_command(commands: Commands, name: str, function: Callable[..., None]) ->
     command = commands.add_parser(name, description=text, help=text.partition("\n")[0])
     command.set_defaults(function=function)
     return command
+
+
+def typed(read: Reader[T]) -> Callable[[str], T]:
+    """A reader as the ``type`` of an argument, its own words as the message."""
+
+    def parse(text: str) -> T:
+        try:
+            return read(text)
+        except ValueError as fault:
+            raise argparse.ArgumentTypeError(str(fault)) from None
+
+    return parse
 
 
 def run(parser: Parser) -> None:

@@ -55,6 +55,14 @@ def plain_text(value: Any) -> str:
     return text
 
 
+def filled_text(value: Any) -> str:
+    """Plain text that says something: the name of a file or of an environment."""
+    text = plain_text(value)
+    if not text.strip():
+        raise ValueError(f"{text!r} names nothing; leave it out, or give a value")
+    return text
+
+
 def env_name(value: Any) -> str:
     """A variable's name that is not the launcher's business."""
     if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from .console import Commands, add_command, say
+from .console import Commands, add_command, say, typed
 from .errors import DdpSlurmError
 from .fields import whole_number
 from .logs import GrowingLog, RankFilter
@@ -192,7 +192,7 @@ def add_commands(commands: Commands) -> None:
         )
     one.add_argument("--json", action="store_true", dest="as_json", help="for programs")
     log.add_argument("--follow", action="store_true", dest="follow_it", help="stay until the job ends; Ctrl-C detaches")
-    log.add_argument("--rank", type=whole_number, metavar="N", help="only this rank's lines")
+    log.add_argument("--rank", type=typed(whole_number), metavar="N", help="only this rank's lines")
 
 
 def status(job_id: str, folder: Path | None = None, as_json: bool = False) -> None:

@@ -120,7 +120,7 @@ class JobOptions(Schema):
     name: str | None = key(_job_name, None, "NAME", "the job's name")
     time: str | None = key(fields.time_limit, None, "TIME", "time limit in Slurm's format, such as 12:00:00 or 2-00")
     output: str = key(
-        fields.plain_text,
+        fields.filled_text,
         "%x-%j.out",
         "FILE",
         "log file; %x is the job's name, %j its id; ~ and $USER are expanded, folders are made",
@@ -165,10 +165,10 @@ class JobOptions(Schema):
         "LINE",
         "a shell line to run first, on the batch host, such as 'module load cuda'; can be repeated",
     )
-    python: str | None = key(fields.plain_text, None, "PATH", "the interpreter that 'python' in the command stands for")
-    conda_env: str | None = key(fields.plain_text, None, "NAME", "conda environment to activate, a name or a path")
+    python: str | None = key(fields.filled_text, None, "PATH", "what 'python' in the command stands for")
+    conda_env: str | None = key(fields.filled_text, None, "NAME", "conda environment to activate, a name or a path")
     venv: str | None = key(
-        fields.plain_text, None, "FOLDER", "virtual environment to use, the folder that holds bin/python"
+        fields.filled_text, None, "FOLDER", "virtual environment to use, the folder that holds bin/python"
     )
     ranks: str = key(
         fields.one_of("gpu", "node"),
@@ -207,7 +207,7 @@ class JobOptions(Schema):
         "samples of one optimizer step over all ranks; the same update however it is shared out",
     )
     balance: str = key(
-        fields.plain_text,
+        fields.filled_text,
         "equal",
         "equal|measured|FILE",
         "how the global batch is shared out: 'equal', 'measured' (at the start), or a YAML file of speeds",

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ..cluster import Cluster
 from ..console import Commands, add_command, say
+from .errors import LabError
 from .lab import Lab, remove
 from .machine import check_machine, with_system_programs
 
@@ -54,8 +55,11 @@ def down(name: str) -> None:
 
 def exec_(node: str, command: list[str], name: str) -> None:
     """Run a command inside a node: its network, host name and hosts file."""
+    words = command[1:] if command[:1] == ["--"] else command
+    if not words:
+        raise LabError(f"no command: what is to run on {node}?")
     lab = Lab.find(name)
-    argv = lab.inside(lab.node(node), command[1:] if command[:1] == ["--"] else command)
+    argv = lab.inside(lab.node(node), words)
     os.execvpe(argv[0], argv, with_system_programs({**os.environ, **lab.environ}))
 
 

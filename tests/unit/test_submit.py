@@ -109,6 +109,8 @@ BAD = {
     "newline in a name": (["--name", "a\nb"], "--name: 'a\\nb' has a newline"),
     "command in a name": (["--name", "$(id)"], "--name: '$(id)' has a command substitution"),
     "slash in a name": (["--name", "a/b"], "--name: 'a/b' is not a job name"),
+    "nothing as a path": (["--output", " "], "--output: ' ' names nothing; leave it out, or give a value"),
+    "nothing as an interpreter": (["--python="], "--python: '' names nothing"),
     "command in a path": (["--output", "`id`"], "--output: '`id`' has a command substitution"),
     "command in an env value": (["--env", "A=$(id)"], "--env.A: '$(id)' has a command substitution"),
     "newline in an env value": (["--env", "A=x\ny"], "has a newline"),
