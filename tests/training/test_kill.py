@@ -58,9 +58,10 @@ def assert_same_end(found: list[Report], expected: list[Report]) -> None:
 
 
 def test_fifty_kills(tmp_path: Path, uninterrupted: list[Report]) -> None:
-    """Lives of random length, one after another: rank 0 or 1 dies between or within steps, writes, fsyncs and renames."""
+    """Lives of random length, one after another: rank 0 dies in a step, write, fsync or rename, or rank 1 in a step."""
     chance = random.Random(2026)
     total, kinds, chain = 0, Counter[str](), 0
+    latest = {"step": 8, "write": 300, "fsync": 8, "replace": 8}  # within the first two or three snapshots of a life
     moments = uninterrupted[0].moments
     assert {"write", "before fsync", "after fsync", "before replace", "after replace"} <= set(moments)
     before_rename = {earlier for earlier, name in pairwise(moments) if name == "before replace"}
@@ -70,8 +71,9 @@ def test_fifty_kills(tmp_path: Path, uninterrupted: list[Report]) -> None:
         path = tmp_path / f"chain{chain}" / "snapshot.pt"
         step = 0
         while True:
-            rank = chance.choice([0, 0, 0, 1])
-            run = Run(SHARES, path, kill=(rank, chance.randint(1, 60 if rank == 0 else 8)))
+            kind = chance.choice(list(latest))
+            rank = chance.choice([0, 1]) if kind == "step" else 0
+            run = Run(SHARES, path, kill=(rank, kind, chance.randint(1, latest[kind])))
             with world(tmp_path / f"logs{total}", TASKS, train, run) as running:
                 begun = resumed_at(running)
                 reports = finish(running)
@@ -85,9 +87,31 @@ def test_fifty_kills(tmp_path: Path, uninterrupted: list[Report]) -> None:
             assert running.processes[rank].exitcode == -9, log
             assert "warning" not in log  # no kill damages a file under its final name
             total += 1
-            kinds["write" if path.with_name(".snapshot.pt.writing").exists() else "elsewhere"] += 1
-    assert kinds["write"] >= 15
-    assert kinds["elsewhere"] >= 15
+            kinds[kind] += 1
+            assert kind != "write" or path.with_name(".snapshot.pt.writing").exists()
+    assert min(kinds[kind] for kind in latest) >= 8, kinds
+
+
+def test_a_damaged_snapshot_after_a_kill_within_a_write_gives_way_to_the_one_before(
+    tmp_path: Path, uninterrupted: list[Report]
+) -> None:
+    """Two files are whole after steps 2 and 4, rank 0 dies in the write of the third, and the second is damaged."""
+    path, moments = tmp_path / "snapshot.pt", uninterrupted[0].moments
+    third_fsync = [place for place, name in enumerate(moments) if name == "before fsync"][4]  # two a snapshot
+    writes = moments[:third_fsync].count("write") - 1
+    with world(tmp_path / "killed", TASKS, train, Run(SHARES, path, kill=(0, "write", writes))) as running:
+        assert finish(running) is None
+    assert path.with_name(".snapshot.pt.writing").exists()
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with world(tmp_path / "resumed", TASKS, train, Run(SHARES, path)) as running:
+        assert resumed_at(running) == 2
+        reports = finish(running)
+        log = running.log(0)
+    assert "is damaged or no snapshot" in log
+    assert f"taking {path}.previous instead" in log
+    assert reports is not None
+    assert_same_end(reports, uninterrupted)
 
 
 def test_a_full_disk_costs_the_steps_since_the_last_snapshot_only(tmp_path: Path, uninterrupted: list[Report]) -> None:
@@ -98,7 +122,7 @@ def test_a_full_disk_costs_the_steps_since_the_last_snapshot_only(tmp_path: Path
         pytest.skip(f"cannot mount a small file system: {made.stderr.strip()}")
     try:
         path = disk / "snapshot.pt"
-        with world(tmp_path / "killed", TASKS, train, Run(SHARES, path, kill=(1, 15))) as running:
+        with world(tmp_path / "killed", TASKS, train, Run(SHARES, path, kill=(1, "step", 15))) as running:
             assert finish(running) is None  # rank 1 died after seven steps
         filler = disk / "filler"
         with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):

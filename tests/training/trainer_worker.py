@@ -22,7 +22,7 @@ from .worlds import tell
 
 @dataclass(frozen=True)
 class Run:
-    """``kill`` is (rank, n): the rank kills itself at its n-th moment of this life, see ``_Killer``."""
+    """``kill`` is (rank, kind, n): the rank kills itself at its n-th moment of that kind in this life, see ``_Killer``."""
 
     shares: tuple[int, ...]
     snapshot: Path
@@ -32,7 +32,7 @@ class Run:
     stateful: bool = True
     dtype: torch.dtype = torch.float64
     options: dict[str, Any] = field(default_factory=dict)
-    kill: tuple[int, int] | None = None
+    kill: tuple[int, str, int] | None = None
     usr2: tuple[int, int] | None = None
     poison: tuple[int, int] | None = None
 
@@ -76,15 +76,21 @@ class RecordingSource(ResidentTensors):
 
 
 class _Killer:
-    """Counts the moments of a rank's life (steps, and every write, fsync and rename of a snapshot), and ends it at one."""
+    """Counts the moments of a rank's life (steps, and every write, fsync and rename of a snapshot), and ends it at one.
 
-    def __init__(self, at: int | None) -> None:
-        self.at, self.moments = at, list[str]()
+    ``kind`` is a part of the name of a moment: of "before replace", for example.
+    """
+
+    def __init__(self, kind: str, at: int | None) -> None:
+        self.kind, self.at, self.moments = kind, at, list[str]()
 
     def moment(self, name: str) -> None:
         self.moments.append(name)
-        if len(self.moments) == self.at:
+        if self.kind in name and self._count() == self.at:
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def _count(self) -> int:
+        return sum(self.kind in name for name in self.moments)
 
     def watch(self, snapshot: Path) -> None:
         """Instrument this process. Half of a write reaches the file before the kill."""
@@ -111,7 +117,7 @@ class _Killer:
         torch.optim.SGD.step = self._around("step", torch.optim.SGD.step)  # type: ignore[method-assign]
 
     def _flush_and_note(self, file: Any) -> None:
-        if len(self.moments) + 1 == self.at:
+        if self.kind == "write" and self._count() + 1 == self.at:
             file.flush()
         self.moment("write")
 
@@ -145,7 +151,7 @@ def train(pipe: Connection, run: Run) -> Report:
     """Tells the step it resumes from before it trains."""
     failure.LAST_WORDS_SECONDS = 0.2  # a killed rank reads no last words
     with init_distributed() as world:
-        killer = _Killer(run.kill[1] if run.kill and run.kill[0] == world.rank else None)
+        killer = _Killer(*run.kill[1:]) if run.kill and run.kill[0] == world.rank else _Killer("", None)
         killer.watch(run.snapshot)
         inputs, targets = make_data(run.samples, run.dtype)
         if run.poison:
@@ -187,6 +193,8 @@ def train(pipe: Connection, run: Run) -> Report:
 
         optimizer.register_step_pre_hook(before_step)
         result = trainer.train()
+        if first_step < 0:  # killed after the last snapshot: nothing was left to do
+            tell(pipe, result.step)
         return Report(
             result.finished,
             result.step,
