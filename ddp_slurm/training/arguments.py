@@ -10,6 +10,7 @@ from .process_group import World
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, default_lr: float) -> None:
+    """Add them to ``parser``; ``default_lr`` is the example's own peak learning rate."""
     parser.add_argument("total_epochs", type=number_of(1), help="epochs to train in all, a resumed run's included")
     parser.add_argument("save_every", type=number_of(1), help="epochs between snapshots")
     batch = parser.add_mutually_exclusive_group()

@@ -85,6 +85,7 @@ class BatchNormStatistics:
 
     @torch.no_grad()
     def load_own_state(self, state: dict[str, object]) -> None:
+        """Put back what ``own_state`` gave on the same rank of a world with the same shares."""
         buffers = state["buffers"]
         assert isinstance(buffers, dict)
         for name, buffer in self._buffers().items():

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..balance import apportion
-from .data import Source
+from .data import DataError, Source
 from .precision import Precision
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -36,7 +36,11 @@ def evaluate(
 
     Each rank takes one stretch of it, in proportion to ``shares``. ``model`` is the module without DDP: no rank waits
     for another until the sums are reduced. All ranks call it and get the same values.
+
+    Raises DataError, on every rank, where ``source`` holds no sample.
     """
+    if len(source) == 0:
+        raise DataError("the evaluation data hold no sample")
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     was_training = inner.training
     inner.eval()

@@ -61,6 +61,7 @@ def no_sample_loss(model: nn.Module) -> Tensor:
 
 
 def has_sync_batchnorm(model: nn.Module) -> bool:
+    """Whether the ranks talk within the model's forward, so that all of them must run it equally often."""
     return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
 
 

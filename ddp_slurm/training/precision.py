@@ -28,6 +28,7 @@ class Precision:
     device_type: str
 
     def autocast(self) -> AbstractContextManager[object]:
+        """The context for forward and loss; backward stays outside."""
         if self.name == "fp32":
             return contextlib.nullcontext()
         return torch.autocast(self.device_type, torch.float16 if self.name == "fp16" else torch.bfloat16)

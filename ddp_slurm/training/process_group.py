@@ -27,8 +27,9 @@ from .startup_check import (
     node_name,
 )
 
-_stop = threading.Event()
-"""Of the process, not of a world: it is the process that the signal reaches, maybe before its world has met."""
+_stop_signals: list[int] = []
+"""Of the process, not of a world: it is the process that the signal reaches, maybe before its world has met. A list and
+not an Event, whose lock a handler that interrupts itself would wait for without end."""
 
 
 @dataclass
@@ -58,12 +59,13 @@ class World:
 
     @property
     def place(self) -> str:
+        """``rank 3 on alpha``, for messages."""
         return self.ranks[self.rank].place
 
     @property
     def stop_requested(self) -> bool:
         """Whether this process was sent SIGUSR2 since ``init_distributed`` began."""
-        return _stop.is_set()
+        return bool(_stop_signals)
 
     def planned_shares(self, global_batch: int) -> list[int]:
         """Samples of one global batch per rank, as the plan of the job has them (DDP_SLURM_SHARES), else equal.
@@ -257,7 +259,7 @@ def _catch_stop_signal() -> None:
         return  # Python allows handlers in the main thread only
 
     def request(signum: int, frame: FrameType | None) -> None:
-        _stop.set()
+        _stop_signals.append(signum)
 
     if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
         signal.signal(signal.SIGUSR2, request)

@@ -35,6 +35,7 @@ def rank_table(ranks: Sequence[RankFacts], shares: Sequence[int]) -> str:
 
 
 def print_rank_table(ranks: Sequence[RankFacts], shares: Sequence[int]) -> None:
+    """``rank_table`` on standard output, with lines around it on a terminal."""
     if _is_terminal():
         from rich.console import Console
         from rich.table import Table
@@ -49,6 +50,7 @@ def print_rank_table(ranks: Sequence[RankFacts], shares: Sequence[int]) -> None:
 
 
 def say(text: str) -> None:
+    """Print a line at once: a log is read while the job runs, and a killed process flushes nothing."""
     print(text, flush=True)
 
 

@@ -81,6 +81,7 @@ def address_of(host: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
+    """Whether only this host answers at it; False for a host name."""
     try:
         return ipaddress.ip_address(address.split("%")[0]).is_loopback
     except ValueError:
@@ -189,8 +190,10 @@ def _unreachable_hosts(facts: Sequence[RankFacts]) -> list[str]:
 
 
 def facts_to_dict(facts: RankFacts) -> dict[str, Any]:
+    """As JSON can carry them."""
     return asdict(facts)
 
 
 def facts_from_dict(values: dict[str, Any]) -> RankFacts:
+    """What ``facts_to_dict`` was given, from the other side of JSON, which knows no tuples."""
     return RankFacts(**{**values, "compute_capability": tuple(values["compute_capability"])})

@@ -16,6 +16,7 @@ class StopVote:
         self._work: dist.Work | None = None
 
     def cast(self, stop: bool) -> None:
+        """Begin a vote with this rank's voice in it; all ranks call it."""
         self.result()
         self._ballot.fill_(int(stop))
         self._work = dist.all_reduce(self._ballot, op=dist.ReduceOp.MAX, group=self._group, async_op=True)

@@ -233,6 +233,7 @@ class Trainer:
         return metrics
 
     def record(self, record: dict[str, Any]) -> None:
+        """Hand a record to all recorders; rank 0 alone calls it."""
         for recorder in self.recorders:
             recorder(record)
 

@@ -68,6 +68,14 @@ def test_evaluation_of_numbers_has_no_accuracy() -> None:
     assert metrics == {"loss": 0.0, "samples": 5.0}
 
 
+def test_evaluation_of_nothing_is_a_fault_with_a_message() -> None:
+    source = ResidentTensors(*make_data(0, torch.float32), CPU)
+    with pytest.raises(DataError, match="the evaluation data hold no sample"):
+        evaluate(
+            make_model(torch.float32), source, cross_entropy, rank=0, shares=[1], precision=Precision("fp32", "cpu")
+        )
+
+
 def test_a_slow_rank_is_measured_and_gets_less(tmp_path: Path) -> None:
     found = run_world(tmp_path, (1, 1), measured, [0.004, 0.001], 10, environ={"DDP_SLURM_BALANCE": "measured"})
     assert found[0] == found[1]
