@@ -84,6 +84,18 @@ def test_a_slow_rank_is_measured_and_gets_less(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("costs", "shares"),
+    [
+        ([(0.0150, 1e-6), (0.0151, 2e-6)], [512, 512]),  # within the noise; taken at its word it would be 716 and 308
+        ([(0.0, 1e-4), (0.0, 3e-4)], [768, 256]),
+    ],
+)
+def test_noise_moves_no_samples_between_ranks_of_one_model(tmp_path: Path, costs: list, shares: list[int]) -> None:
+    found = run_world(tmp_path, (1, 1), measured, [0.0, 0.0], 1024, costs, environ={"DDP_SLURM_BALANCE": "measured"})
+    assert found == [shares, shares]
+
+
+@pytest.mark.parametrize(
     ("sizes", "seconds", "line"),
     [
         ([10, 20, 40], [0.3, 0.5, 0.9], (0.1, 0.02)),

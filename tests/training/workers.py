@@ -25,6 +25,7 @@ from ddp_slurm.training import (
     Snapshot,
     SnapshotError,
     Trainer,
+    calibrate,
     init_distributed,
     loss_weight,
     no_sample_loss,
@@ -276,8 +277,16 @@ class SleepyModel(nn.Module):
         return outputs
 
 
-def measured(pipe: Connection, seconds_per_sample: list[float], global_batch: int) -> list[int]:
+def measured(
+    pipe: Connection,
+    seconds_per_sample: list[float],
+    global_batch: int,
+    costs: list[tuple[float, float]] | None = None,
+) -> list[int]:
+    """The shares that the Trainer finds; ``costs`` stand for what the ranks would have measured."""
     with init_distributed() as world:
+        if costs is not None:
+            calibrate.measure_cost = lambda *args: costs[world.rank]
         model = SleepyModel(seconds_per_sample[world.rank])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         before = flat(model.parameters())
