@@ -12,7 +12,10 @@ from types import FrameType
 
 
 def pass_on(signum: int, frame: FrameType | None) -> None:
-    """Send the signal to all children. A rank that Slurm reached as well is asked twice, which does no harm."""
+    """Send the signal to all children.
+
+    Under proctrack/linuxproc Slurm reaches the ranks as well, and they get it twice; under proctrack/cgroup only so.
+    """
     for children in Path("/proc/self/task").glob("*/children"):
         for pid in children.read_text().split():
             with contextlib.suppress(ProcessLookupError):
