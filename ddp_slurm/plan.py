@@ -107,6 +107,11 @@ class Plan:
         return sum(len(component.nodes) for component in self.components)
 
     @property
+    def size(self) -> str:
+        """``7 ranks on 3 nodes``, for a person."""
+        return f"{counted(self.world_size, 'rank')} on {counted(self.node_count, 'node')}"
+
+    @property
     def tasks_per_node(self) -> str:
         """Tasks on each node in the order of node ranks, ``1,2(x3)``."""
         return compress_tasks_per_node(
@@ -142,6 +147,11 @@ class Plan:
             env["DDP_SLURM_SHARES"] = compress_tasks_per_node(self.shares)
         env["DDP_SLURM_BALANCE"] = options.balance if options.balance in ("equal", "measured") else "planned"
         return env
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 node``, ``3 nodes``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def make_plan(cluster: Cluster, options: JobOptions) -> Plan:

@@ -1,6 +1,6 @@
 """Plans as tables for a person."""
 
-from .plan import Plan
+from .plan import Plan, counted
 
 
 def plan_table(plan: Plan) -> str:
@@ -25,5 +25,4 @@ def plan_table(plan: Plan) -> str:
             first = last + 1
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    total = f"{plan.world_size} ranks on {plan.node_count} nodes in {len(plan.components)} components"
-    return "\n".join([*lines, total, ""])
+    return "\n".join([*lines, f"{plan.size} in {counted(len(plan.components), 'component')}", ""])

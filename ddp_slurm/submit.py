@@ -11,7 +11,7 @@ from .files import write_whole
 from .job import DEFAULT_CLUSTER, Request, plan_request
 from .log_path import runs_folder, with_log_path
 from .options import JobOptions, OptionsError
-from .plan import Plan
+from .plan import Plan, counted
 from .render import render_sbatch
 from .schema import keys_of
 
@@ -136,7 +136,7 @@ def _submit_to_slurm(plan: Plan, backend: str, cluster_file: Path | None, *, dry
     from .runs import keep_run, make_runs_folder
 
     make_runs_folder(runs)
-    console.say(f"{plan.world_size} ranks on {plan.node_count} nodes in {len(plan.components)} components")
+    console.say(f"{plan.size} in {counted(len(plan.components), 'component')}")
     if job:
         job_id = job.submit()
     else:
@@ -167,7 +167,7 @@ def _choose(backend: str, dry_run: bool) -> str:
 
 def _write_script(plan: Plan, path: Path) -> None:
     write_whole(path, render_sbatch(with_log_path(plan, make_folder=True)), mode=0o755)
-    console.say(f"wrote {path}: {plan.world_size} ranks on {plan.node_count} nodes; start it with: sbatch {path}")
+    console.say(f"wrote {path}: {plan.size}; start it with: sbatch {path}")
 
 
 def main() -> None:

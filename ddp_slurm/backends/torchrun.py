@@ -64,7 +64,7 @@ def run(plan: Plan) -> int:
         if again is None:
             return ending.status
         plan = again
-        say(f"restart {attempt} of {plan.options.max_restarts}: {plan.world_size} ranks on {plan.node_count} nodes")
+        say(f"restart {attempt} of {plan.options.max_restarts}: {plan.size}")
 
 
 def _commands(plan: Plan, attempt: int = 0) -> tuple[NodeCommand, ...]:

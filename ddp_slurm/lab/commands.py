@@ -39,7 +39,7 @@ def up(cluster: Path, name: str, slurm_root: Path | None) -> None:
     for node in lab.nodes:
         say(f"{node.name:{width}}  {node.address}  idle")
     named = "" if name == "lab" else f" --name {name}"
-    say(f"{len(lab.nodes)} nodes are idle. Now, in any shell on this machine:")
+    say("All nodes are idle. Now, in any shell on this machine:")
     for key, value in lab.environ.items():
         print(f"export {key}={value}", flush=True)
     # This machine's own sbatch may not understand another release.

@@ -156,7 +156,7 @@ def test_a_lost_machine_is_left_out_of_the_restart(
     output = process.communicate()[0]
     assert process.returncode == 0, output
     assert "node beta is lost: beta: cannot be reached by ssh" in output
-    assert "restart 1 of 1: 1 ranks on 1 nodes\n" in output
+    assert "restart 1 of 1: 1 rank on 1 node\n" in output
     assert "[alpha] second run, 1 ranks\n" in output
 
 
@@ -176,7 +176,7 @@ def test_a_machine_that_dies_in_the_middle_of_a_training_is_done_without(make_ho
     hosts.kill("beta")
     output = "".join(lines) + process.communicate()[0]
     assert process.returncode == 0, output
-    assert "restart 1 of 1: 1 ranks on 1 nodes" in output
+    assert "restart 1 of 1: 1 rank on 1 node" in output
     assert re.search(r"resumed from \S*snapshot.pt: epoch", output), output
     assert "finished: step 640," in output  # 40 epochs of 1024 / 64 steps, whoever made them
 

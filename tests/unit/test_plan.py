@@ -84,6 +84,12 @@ def test_a_part_of_the_cluster(uneven: Path, options: dict[str, Any], expected: 
     assert [(c.nodelist, c.gres, f"{(c.memory_mb or 0) // 1024}G") for c in plan.components] == expected
 
 
+def test_the_size_of_a_plan_in_words(uneven: Path) -> None:
+    assert plan_of(uneven).size == "7 ranks on 3 nodes"
+    assert plan_of(uneven, nodes=["gamma"]).size == "1 rank on 1 node"
+    assert plan_of(uneven, nodes=["beta"]).size == "2 ranks on 1 node"
+
+
 def test_cards_of_several_models_in_one_node(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("nodes:\n  - {name: n, gpus: [{type: a100, count: 2}, {type: titan, count: 2}]}\n")
