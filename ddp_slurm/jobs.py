@@ -1,6 +1,5 @@
 """``ddp-slurm status``, ``logs`` and ``cancel``, and ``submit --follow``: one way for the jobs of all backends."""
 
-import contextlib
 import json
 import os
 import re
@@ -263,10 +262,14 @@ def _end_launcher(run: Run) -> None:
     state = foreground_state(run)
     if state.state != "RUNNING":
         raise JobError(f"job {run.job_id} cannot be ended from here: it is {state.describe()}")
-    with contextlib.suppress(ProcessLookupError):
+    try:
         handle = os.pidfd_open((run.process or {})["pid"])
         try:
             if launcher_is_alive(run):
                 signal.pidfd_send_signal(handle, signal.SIGTERM)
         finally:
             os.close(handle)
+    except ProcessLookupError:
+        return  # it ended by itself just now
+    except PermissionError:
+        raise JobError(f"job {run.job_id} cannot be ended from here: its launcher is another user's process") from None

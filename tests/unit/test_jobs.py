@@ -1,5 +1,6 @@
 """status, logs, cancel and --follow, with stubs for Slurm's clients."""
 
+import errno
 import io
 import json
 import os
@@ -202,6 +203,10 @@ def test_local_runs_are_kept_like_those_of_slurm(
         jobs.cancel(folder.name)
 
 
+def refused(pidfd: int, number: int) -> None:
+    raise PermissionError(errno.EPERM, "Operation not permitted")
+
+
 def test_a_local_run_that_goes_on_and_is_cancelled(
     uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,14 +226,21 @@ def test_a_local_run_that_goes_on_and_is_cancelled(
         "stay.py",
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as launcher:
-        assert launcher.stdout is not None
-        assert b"up" in launcher.stdout.readline()
-        (folder,) = (tmp_path / "logs" / RUNS_FOLDER).iterdir()
-        job = Job.find(folder.name)
-        assert job.state().state == "RUNNING"
-        assert (tmp_path / f"logs/{folder.name}.out").read_text() == "[0 gamma] up\n"
-        jobs.cancel(folder.name)
-        assert launcher.wait(timeout=60) == 128 + signal.SIGTERM
+        try:
+            assert launcher.stdout is not None
+            assert b"up" in launcher.stdout.readline()
+            (folder,) = (tmp_path / "logs" / RUNS_FOLDER).iterdir()
+            job = Job.find(folder.name)
+            assert job.state().state == "RUNNING"
+            assert (tmp_path / f"logs/{folder.name}.out").read_text() == "[0 gamma] up\n"
+            with monkeypatch.context() as another_user:
+                another_user.setattr(signal, "pidfd_send_signal", refused)
+                with pytest.raises(JobError, match="its launcher is another user's process"):
+                    jobs.cancel(folder.name)
+            jobs.cancel(folder.name)
+            assert launcher.wait(timeout=60) == 128 + signal.SIGTERM
+        finally:
+            launcher.kill()
     assert (job.state().state, job.state().exit_status) == ("CANCELLED", 143)
 
 
