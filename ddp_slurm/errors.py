@@ -1,4 +1,4 @@
-"""The one family of exceptions that a user's input or machine can cause."""
+"""The one family of exceptions that a user's input or machine can cause, and words that messages share."""
 
 
 class DdpSlurmError(Exception):
@@ -8,6 +8,11 @@ class DdpSlurmError(Exception):
     """
 
     exit_status = 2
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 node``, ``3 nodes``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def did_you_mean(word: str, known: list[str]) -> str:

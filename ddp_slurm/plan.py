@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .balance import apportion, equal_shares, split_batch
 from .cluster import Cluster, GpuModel, Node, gres_text
-from .errors import DdpSlurmError, did_you_mean
+from .errors import DdpSlurmError, counted, did_you_mean
 from .fields import positive_number, seconds, word
 from .hostlist import compress_hostlist, compress_tasks_per_node
 from .options import JobOptions
@@ -147,11 +147,6 @@ class Plan:
             env["DDP_SLURM_SHARES"] = compress_tasks_per_node(self.shares)
         env["DDP_SLURM_BALANCE"] = options.balance if options.balance in ("equal", "measured") else "planned"
         return env
-
-
-def counted(number: int, noun: str) -> str:
-    """``1 node``, ``3 nodes``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def make_plan(cluster: Cluster, options: JobOptions) -> Plan:

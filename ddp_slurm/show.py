@@ -1,6 +1,7 @@
 """Plans as tables for a person."""
 
-from .plan import Plan, counted
+from .errors import counted
+from .plan import Plan
 
 
 def plan_table(plan: Plan) -> str:

@@ -7,11 +7,12 @@ from typing import Any
 
 from . import console
 from .backends import sbatch
+from .errors import counted
 from .files import write_whole
 from .job import DEFAULT_CLUSTER, Request, plan_request
 from .log_path import runs_folder, with_log_path
 from .options import JobOptions, OptionsError
-from .plan import Plan, counted
+from .plan import Plan
 from .render import render_sbatch
 from .schema import keys_of
 

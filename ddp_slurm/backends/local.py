@@ -139,4 +139,4 @@ def run(plan: Plan) -> int:
 
     When one fails, and on Ctrl-C or SIGTERM (130, 143), the others are stopped; nothing is left running.
     """
-    return run_all(list(step_processes(plan, os.environ)), "ranks").status
+    return run_all(list(step_processes(plan, os.environ)), "rank").status

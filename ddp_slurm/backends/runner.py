@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from ..errors import DdpSlurmError
+from ..errors import DdpSlurmError, counted
 
 STOP_GRACE_SECONDS = 5
 """Between SIGTERM and SIGKILL: enough to close a file, too short to finish a hung collective."""
@@ -51,15 +51,15 @@ class Ending:
     interrupted: bool = False
 
 
-def run_all(processes: Sequence[Process], plural: str) -> Ending:
-    """Run the processes to the end, ``plural`` being what messages call them.
+def run_all(processes: Sequence[Process], noun: str) -> Ending:
+    """Run the processes to the end, ``noun`` being what messages call one.
 
     When one fails, and on Ctrl-C or SIGTERM (status 130, 143), the others are stopped. Raises StartError.
     """
-    return asyncio.run(_run_all(processes, plural))
+    return asyncio.run(_run_all(processes, noun))
 
 
-async def _run_all(processes: Sequence[Process], plural: str) -> Ending:
+async def _run_all(processes: Sequence[Process], noun: str) -> Ending:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     interrupts: list[int] = []
 
@@ -85,7 +85,7 @@ async def _run_all(processes: Sequence[Process], plural: str) -> Ending:
         failed = [(i, w.result()) for i, w in enumerate(watchers) if w.done() and w.result()]
         running = [child for child in children if child.returncode is None]
         if running:
-            print(f"stopping the other {len(running)} {plural}", file=sys.stderr, flush=True)
+            print(f"stopping {counted(len(running), noun)}", file=sys.stderr, flush=True)
         await _stop(running)
         await asyncio.gather(*watchers)
         stopped.cancel()

@@ -56,7 +56,7 @@ def run(plan: Plan) -> int:
     """
     attempt = 0
     while True:
-        ending = run_all(_processes(plan, attempt), "nodes")
+        ending = run_all(_processes(plan, attempt), "node")
         if not ending.status or ending.interrupted or attempt == plan.options.max_restarts:
             return ending.status
         attempt += 1

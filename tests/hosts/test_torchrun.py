@@ -12,6 +12,7 @@ import pytest
 
 from ddp_slurm.lab import network
 
+from ..processes import running
 from .conftest import Hosts
 
 MakeHosts = Callable[..., Hosts]
@@ -111,7 +112,7 @@ def test_one_torchrun_a_node_and_one_failure_ends_all(two_hosts: Callable[[str],
     assert "[alpha] alpha -m torch.distributed.run --nnodes=2 --nproc-per-node=1 --node-rank=0 " in done.stdout
     assert "[beta]  beta -m torch.distributed.run --nnodes=2 --nproc-per-node=2 --node-rank=1 " in done.stdout
     assert f"--master-addr={hosts.addresses['alpha']} --master-port=" in done.stdout
-    assert "[beta]  broken\n[beta]  torchrun on beta exited with 7\nstopping the other 1 nodes\n" in done.stderr
+    assert "[beta]  broken\n[beta]  torchrun on beta exited with 7\nstopping 1 node\n" in done.stderr
     wait_until_nothing_runs(hosts)
 
 
@@ -120,12 +121,11 @@ def test_nothing_stays_on_the_machines(
     two_hosts: Callable[[str], tuple[Hosts, list[str]]], number: signal.Signals, status: int
 ) -> None:
     hosts, command = two_hosts("sleep 1000 & echo running; sleep 1000")
-    process = subprocess.Popen(command, env=hosts.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    wait_until_both_run(process)
-    process.send_signal(number)
-    assert process.wait() == status
-    wait_until_nothing_runs(hosts)
-    process.communicate()
+    with running(command, env=hosts.environ) as process:
+        wait_until_both_run(process)
+        process.send_signal(number)
+        assert process.wait() == status
+        wait_until_nothing_runs(hosts)
 
 
 def test_a_machine_that_is_not_there_ends_the_run(two_hosts: Callable[[str], tuple[Hosts, list[str]]]) -> None:
@@ -147,13 +147,11 @@ def test_a_lost_machine_is_left_out_of_the_restart(
         '[ -e again ] && { echo "second run, $DDP_SLURM_WORLD_SIZE ranks"; exit; }; echo running; sleep 1000'
     )
     command[command.index("--python") : command.index("--python")] = ["--max-restarts", "1"]
-    process = subprocess.Popen(
-        command, env=hosts.environ, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    wait_until_both_run(process)
-    (tmp_path / "again").touch()
-    hosts.kill("beta")
-    output = process.communicate()[0]
+    with running(command, env=hosts.environ, cwd=tmp_path) as process:
+        wait_until_both_run(process)
+        (tmp_path / "again").touch()
+        hosts.kill("beta")
+        output = process.communicate()[0]
     assert process.returncode == 0, output
     assert "node beta is lost: beta: cannot be reached by ssh" in output
     assert "restart 1 of 1: 1 rank on 1 node\n" in output
@@ -165,16 +163,14 @@ def test_a_machine_that_dies_in_the_middle_of_a_training_is_done_without(make_ho
     hosts = make_hosts("gamma", "beta")
     words = ["--max-restarts", "1", "--global-batch-size", "64", "--", "python", TRAIN, "40", "1", "--samples", "1024"]
     command = submit(hosts, hosts.cluster_yaml({"gamma": 1, "beta": 2}), *words)
-    process = subprocess.Popen(
-        command, env=hosts.environ, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert process.stdout is not None
-    lines = []
-    while not (tmp_path / "snapshot.pt").exists():  # a line is read at every epoch at least
-        lines.append(process.stdout.readline())
-        assert lines[-1], "".join(lines)
-    hosts.kill("beta")
-    output = "".join(lines) + process.communicate()[0]
+    with running(command, env=hosts.environ, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        lines = []
+        while not (tmp_path / "snapshot.pt").exists():  # a line is read at every epoch at least
+            lines.append(process.stdout.readline())
+            assert lines[-1], "".join(lines)
+        hosts.kill("beta")
+        output = "".join(lines) + process.communicate()[0]
     assert process.returncode == 0, output
     assert "restart 1 of 1: 1 rank on 1 node" in output
     assert re.search(r"resumed from \S*snapshot.pt: epoch", output), output
@@ -183,10 +179,10 @@ def test_a_machine_that_dies_in_the_middle_of_a_training_is_done_without(make_ho
 
 def test_a_pulled_cable_ends_the_run_on_both_sides(two_hosts: Callable[[str], tuple[Hosts, list[str]]]) -> None:
     hosts, command = two_hosts("echo running; sleep 1000")
-    process = subprocess.Popen(command, env=hosts.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    wait_until_both_run(process)
-    network.plug(hosts.switch, int(hosts.addresses["beta"].rpartition(".")[2]), up=False)
-    output = process.communicate()[0]
+    with running(command, env=hosts.environ) as process:
+        wait_until_both_run(process)
+        network.plug(hosts.switch, int(hosts.addresses["beta"].rpartition(".")[2]), up=False)
+        output = process.communicate()[0]
     assert process.returncode == 255, output
     assert "torchrun on beta exited with 255" in output
     wait_until_nothing_runs(hosts)  # beta saw nothing of it; it misses the sign of life

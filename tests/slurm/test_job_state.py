@@ -13,6 +13,7 @@ import pytest
 
 from ddp_slurm.lab import Lab
 
+from ..processes import running
 from .conftest import LIVE_CLUSTER
 
 pytestmark = pytest.mark.timeout(600)
@@ -103,9 +104,7 @@ def test_a_job_that_waits_and_is_cancelled(cli: Cli, tmp_path: Path) -> None:
 
 def test_ctrl_c_detaches_and_ends_nothing(cli: Cli, environ: dict[str, str], tmp_path: Path) -> None:
     words = command("submit", "--time", "5", "--gpus", "1", "--follow", "--", "bash", "-c", "echo up; sleep 600")
-    with subprocess.Popen(
-        words, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as follower:
+    with running(words, cwd=tmp_path, env=environ, stderr=subprocess.PIPE) as follower:
         assert follower.stdout is not None
         assert follower.stderr is not None
         job_id = follower.stdout.readline().strip()

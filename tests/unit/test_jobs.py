@@ -22,6 +22,7 @@ from ddp_slurm.plan import make_plan
 from ddp_slurm.runs import Run, keep_run
 from ddp_slurm.state import ComponentState, JobState, Patience, StateError
 
+from ..processes import running
 from .conftest import Command, Stub
 
 FAILED = JobState(
@@ -225,22 +226,19 @@ def test_a_local_run_that_goes_on_and_is_cancelled(
         "--",
         "stay.py",
     ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as launcher:
-        try:
-            assert launcher.stdout is not None
-            assert b"up" in launcher.stdout.readline()
-            (folder,) = (tmp_path / "logs" / RUNS_FOLDER).iterdir()
-            job = Job.find(folder.name)
-            assert job.state().state == "RUNNING"
-            assert (tmp_path / f"logs/{folder.name}.out").read_text() == "[0 gamma] up\n"
-            with monkeypatch.context() as another_user:
-                another_user.setattr(signal, "pidfd_send_signal", refused)
-                with pytest.raises(JobError, match="its launcher is another user's process"):
-                    jobs.cancel(folder.name)
-            jobs.cancel(folder.name)
-            assert launcher.wait(timeout=60) == 128 + signal.SIGTERM
-        finally:
-            launcher.kill()
+    with running(command, stderr=subprocess.DEVNULL) as launcher:
+        assert launcher.stdout is not None
+        assert "up" in launcher.stdout.readline()
+        (folder,) = (tmp_path / "logs" / RUNS_FOLDER).iterdir()
+        job = Job.find(folder.name)
+        assert job.state().state == "RUNNING"
+        assert (tmp_path / f"logs/{folder.name}.out").read_text() == "[0 gamma] up\n"
+        with monkeypatch.context() as another_user:
+            another_user.setattr(signal, "pidfd_send_signal", refused)
+            with pytest.raises(JobError, match="its launcher is another user's process"):
+                jobs.cancel(folder.name)
+        jobs.cancel(folder.name)
+        assert launcher.wait(timeout=60) == 128 + signal.SIGTERM
     assert (job.state().state, job.state().exit_status) == ("CANCELLED", 143)
 
 
