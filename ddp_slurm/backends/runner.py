@@ -46,9 +46,8 @@ class Ending:
 
     status: int
     """0, or the exit status of the first that failed (128 + its signal)."""
-    failed: tuple[int, ...] = ()
-    """Which processes failed before the rest was stopped."""
-    interrupted: bool = False
+    interrupted: bool
+    """By Ctrl-C or SIGTERM."""
 
 
 def run_all(processes: Sequence[Process], noun: str) -> Ending:
@@ -62,6 +61,7 @@ def run_all(processes: Sequence[Process], noun: str) -> Ending:
 async def _run_all(processes: Sequence[Process], noun: str) -> Ending:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     interrupts: list[int] = []
+    failures: list[int] = []
 
     def interrupted(number: int) -> None:
         interrupts.append(number)
@@ -70,27 +70,25 @@ async def _run_all(processes: Sequence[Process], noun: str) -> Ending:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupted, number)
     children: list[asyncio.subprocess.Process] = []
-    watchers: list[asyncio.Task[int]] = []
+    watchers: list[asyncio.Task[None]] = []
     stopped = asyncio.create_task(stop.wait())
-    failed: list[tuple[int, int]] = []
     try:
         for process in processes:
             child = await _start(process)
             children.append(child)
-            watchers.append(asyncio.create_task(_watch(child, process, stop)))
+            watchers.append(asyncio.create_task(_watch(child, process, stop, failures)))
         # gather ends when all have, stop when one has failed
         ends: list[asyncio.Future[Any]] = [asyncio.gather(*watchers), stopped]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        failed = [(i, w.result()) for i, w in enumerate(watchers) if w.done() and w.result()]
         running = [child for child in children if child.returncode is None]
         if running:
             print(f"stopping {counted(len(running), noun)}", file=sys.stderr, flush=True)
         await _stop(running)
         await asyncio.gather(*watchers)
         stopped.cancel()
-    status = 128 + interrupts[0] if interrupts else failed[0][1] if failed else 0
-    return Ending(status, tuple(index for index, _ in failed), bool(interrupts))
+    status = 128 + interrupts[0] if interrupts else failures[0] if failures else 0
+    return Ending(status, bool(interrupts))
 
 
 async def _start(process: Process) -> asyncio.subprocess.Process:
@@ -113,7 +111,8 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-async def _watch(child: asyncio.subprocess.Process, process: Process, stop: asyncio.Event) -> int:
+async def _watch(child: asyncio.subprocess.Process, process: Process, stop: asyncio.Event, failures: list[int]) -> None:
+    """Until the process has ended; the first that fails stops the others."""
     assert child.stdout is not None
     assert child.stderr is not None
     label = process.label.encode()
@@ -127,9 +126,9 @@ async def _watch(child: asyncio.subprocess.Process, process: Process, stop: asyn
     await pumps
     if returncode and not stop.is_set():  # the others end because we stop them
         stop.set()
+        failures.append(128 - returncode if returncode < 0 else returncode)
         ending = f"was killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exited with {returncode}"
         print(f"{process.label}{process.name} {ending}", file=sys.stderr, flush=True)
-    return 128 - returncode if returncode < 0 else returncode
 
 
 async def _exit_of(child: asyncio.subprocess.Process) -> int:

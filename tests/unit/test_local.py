@@ -175,6 +175,28 @@ def test_one_failing_rank_stops_all(
     assert "stopping 6 ranks\n" in done.stderr
 
 
+ENDS_BEFORE = """
+import os, pathlib, sys, time
+first = pathlib.Path("first")
+if os.environ["SLURM_PROCID"] == "0":
+    assert sys.stdin.read() == ""
+    pathlib.Path("new").write_text(f"/proc/{os.getpid()}")
+    pathlib.Path("new").rename(first)
+    sys.exit()
+while not first.exists() or os.path.exists(first.read_text()):
+    time.sleep(0.01)
+sys.exit(3)
+"""
+
+
+def test_a_rank_that_has_ended_well_does_not_hide_a_failure(uneven: Path, submit: Command, tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(ENDS_BEFORE)
+    done = submit("--backend", "local", "--gpus", "2", "--", "rank.py")
+    assert done.returncode == 3, done.stderr
+    assert "rank 1 on beta exited with 3" in done.stderr
+    assert "stopping" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
 )
