@@ -173,6 +173,7 @@ def test_one_failing_rank_stops_all(
     assert "[4 alpha] rank 4 has a fault" in done.stderr
     assert "rank 4 on alpha exited with 3" in done.stderr
     assert "stopping 6 ranks\n" in done.stderr
+    assert done.stderr.count(" on alpha ") == 1, "how the others ended is our doing, not news"
 
 
 ENDS_BEFORE = """

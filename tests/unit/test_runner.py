@@ -1,0 +1,18 @@
+"""Several processes as one: what the tests of the local backend and of torchrun do not reach."""
+
+import os
+
+import pytest
+
+from ddp_slurm.backends import runner
+from ddp_slurm.backends.runner import Ending, Process, run_all
+
+
+def test_a_lifeline_gives_its_line_and_a_sign_of_life_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "HEARTBEAT_SECONDS", 0.01)
+    reads = 'IFS= read -r line; echo "got $line"; head -c 3; echo; exec sleep 0.2 <&-'
+    process = Process(["sh", "-c", reads], os.environ, label="[a] ", name="reader", lifeline="a line")
+    assert run_all([process], "node") == Ending(0, interrupted=False)
+    assert capfd.readouterr().out == "[a] got a line\n[a] ...\n"
