@@ -216,6 +216,20 @@ def test_interrupted_nothing_is_left(
         launcher.stdout.read()  # ends when the last rank has closed it
 
 
+def test_a_reader_that_goes_away_ends_nothing(uneven: Path, tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text("for i in range(100): print(i, flush=True)")
+    command = [sys.executable, "-m", "ddp_slurm.submit", "--backend", "local", "--gpus", "1", "--", "rank.py"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    finally:
+        os.close(writer)
+    assert done.returncode == 0, done.stderr
+    (log,) = tmp_path.glob("ddp_slurm_runs/*/log")
+    assert log.read_text().splitlines()[-1] == "[0 gamma] 99"
+
+
 def test_a_rank_killed_by_a_signal(uneven: Path, submit: Command, tmp_path: Path) -> None:
     (tmp_path / "kill.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     done = submit("--backend", "local", "--gpus", "1", "--", "kill.py")
