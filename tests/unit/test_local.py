@@ -176,6 +176,25 @@ def test_one_failing_rank_stops_all(
     assert done.stderr.count(" on alpha ") == 1, "how the others ended is our doing, not news"
 
 
+CLOSES = """
+import os, pathlib, signal, sys, time
+if os.environ["SLURM_PROCID"] == "0":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("x" * 50000 + " closed"))
+    pathlib.Path("ready").touch()
+    time.sleep(600)
+while not pathlib.Path("ready").exists():
+    time.sleep(0.01)
+sys.exit(3)
+"""
+
+
+def test_a_rank_that_is_stopped_may_close_what_it_has_open(uneven: Path, submit: Command, tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(CLOSES)
+    done = submit("--backend", "local", "--gpus", "2", "--", "rank.py")
+    assert done.returncode == 3
+    assert done.stderr.endswith("x closed\n")
+
+
 ENDS_BEFORE = """
 import os, pathlib, sys, time
 first = pathlib.Path("first")
