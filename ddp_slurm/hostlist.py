@@ -93,11 +93,11 @@ def compress_hostlist(hosts: Iterable[str]) -> str:
     """
     runs: list[tuple[str, int, int, int]] = []  # prefix, digits of the first number, first, last
     for host in hosts:
-        match = re.fullmatch(r"(.*?)([0-9]{1,18})", host)
-        if not match:
+        digits = host[len(host.rstrip("0123456789")) :][-18:]
+        if not digits:
             runs.append((host, 0, 0, 0))
             continue
-        prefix, digits, number = match[1], match[2], int(match[2])
+        prefix, number = host[: -len(digits)], int(digits)
         if runs:
             last_prefix, width, first, last = runs[-1]
             if width and prefix == last_prefix and number == last + 1 and digits == str(number).zfill(width):
