@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from ddp_slurm.training import Snapshot, Trainer, init_distributed
-from ddp_slurm.training.arguments import add_arguments, global_batch_size, number_of
+from ddp_slurm.training.arguments import add_arguments, global_batch_size, number_of, real_number
 from ddp_slurm.training.data import ResidentImages, load_cifar10
 from ddp_slurm.training.models import resnet18, small_resnet, to_channels_last
 from ddp_slurm.training.report import say
@@ -24,7 +24,7 @@ add_arguments(parser, default_lr=0.2)
 parser.add_argument("--data", default="data", metavar="PATH", help="folder or .npz archive of CIFAR-10")
 parser.add_argument("--limit", type=number_of(1), metavar="N", help="only the first N images of each split")
 parser.add_argument("--model", choices=("small", "resnet18"), default="small")
-parser.add_argument("--weight-decay", type=float, default=5e-4)
+parser.add_argument("--weight-decay", type=real_number(zero=True), default=5e-4)
 arguments = parser.parse_args()
 
 with init_distributed() as world:
@@ -46,11 +46,6 @@ with init_distributed() as world:
     )
     # The same global batch on any number of ranks, so the learning rate holds for all of them.
     global_batch = global_batch_size(arguments, world, default=512)
-    total_steps = arguments.total_epochs * -(-len(train_data) // global_batch)
-
-    def warm_up_then_fall(step: int) -> float:
-        return min((step + 1) / (0.2 * total_steps), (total_steps - step) / (0.8 * total_steps))
-
     trainer = Trainer(
         world,
         model,
@@ -61,7 +56,6 @@ with init_distributed() as world:
         global_batch=global_batch,
         micro_batch=arguments.micro_batch_size,
         total_epochs=arguments.total_epochs,
-        scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up_then_fall),
         save_every_epochs=arguments.save_every,
         precision=arguments.precision,
         clip_norm=arguments.clip_norm,
@@ -69,6 +63,12 @@ with init_distributed() as world:
         metrics_path=arguments.metrics,
         seed=arguments.seed,
     )
+
+    def warm_up_then_fall(step: int) -> float:
+        done = trainer.progress  # not by steps: a resumed run may have another global batch
+        return min(0.1 + 4.5 * done, 1.25 * (1 - done))
+
+    trainer.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up_then_fall)
     result = trainer.train()
     if world.rank == 0 and result.finished:
         metrics = result.metrics

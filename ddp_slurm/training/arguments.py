@@ -1,6 +1,7 @@
 """The options that both examples share."""
 
 import argparse
+import math
 import os
 from collections.abc import Callable
 
@@ -19,19 +20,36 @@ def add_arguments(parser: argparse.ArgumentParser, *, default_lr: float) -> None
     parser.add_argument("--micro-batch-size", type=number_of(1), metavar="N", help="most samples a GPU runs at once")
     parser.add_argument("--snapshot", default="snapshot.pt", metavar="FILE", help="written and resumed from")
     parser.add_argument("--precision", choices=PRECISIONS, default="auto", help="auto: what all GPUs can do")
-    parser.add_argument("--lr", type=float, default=default_lr, help="peak learning rate (default: %(default)s)")
-    parser.add_argument("--clip-norm", type=float, metavar="NORM", help="largest norm of the gradient")
-    parser.add_argument("--seed", type=number_of(0), default=0)
+    parser.add_argument(
+        "--lr", type=real_number(), default=default_lr, help="peak learning rate of a new run (default: %(default)s)"
+    )
+    parser.add_argument("--clip-norm", type=real_number(), metavar="NORM", help="largest norm of the gradient")
+    parser.add_argument("--seed", type=number_of(0, 2**32), default=0)
     parser.add_argument("--metrics", metavar="PATH", help="a .jsonl or .csv file, or FOLDER/ for TensorBoard")
 
 
-def number_of(least: int) -> Callable[[str], int]:
-    """An argparse type: a whole number from ``least`` on."""
+def number_of(least: int, most: int = 10**12) -> Callable[[str], int]:
+    """An argparse type: a whole number from ``least`` to ``most``."""
 
     def parse(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and int(text) >= least):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= {least}")
+        if not (text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= most):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
         return int(text)
+
+    return parse
+
+
+def real_number(*, zero: bool = False) -> Callable[[str], float]:
+    """An argparse type: a finite number above 0, or 0 as well."""
+
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = -1.0
+        if not (0 < number < math.inf or (zero and number == 0)):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number {'>=' if zero else '>'} 0")
+        return number
 
     return parse
 

@@ -1,14 +1,15 @@
 """BatchNorm's running statistics on uneven ranks: averaged by sample count, never silently those of rank 0.
 
 Each rank's BatchNorm sees its own share only, so the running statistics differ by rank. (SyncBatchNorm, on GPUs, sees
-the whole batch and needs none of this.) DDP's ``broadcast_buffers`` would overwrite all of them with rank 0's, on
-uneven ranks perhaps those of the smallest share: switch it off.
+the whole batch and needs none of this.) InstanceNorm's, where it keeps some, are no different. DDP's
+``broadcast_buffers`` would overwrite all of them with rank 0's, on uneven ranks perhaps those of the smallest share:
+switch it off.
 """
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 
 
 class BatchNormStatistics:
@@ -24,7 +25,7 @@ class BatchNormStatistics:
         self._layers = {
             name: layer
             for name, layer in inner.named_modules()
-            if isinstance(layer, _BatchNorm) and layer.track_running_stats
+            if isinstance(layer, _NormBase) and layer.track_running_stats
         }
         self._group = group
         self.samples = 0

@@ -80,7 +80,12 @@ def measure_cost(
     least = min(2, share)  # a BatchNorm1d has no variance of one sample
     sizes = [max(least, share // 2), share, min(3 * share // 2, micro_batch)]
     state = random_state(source.device)
-    work = copy.deepcopy(model).train()
+    work = copy.deepcopy(model)
+    if not work.training:
+        work.train()
+    for layer in work.modules():
+        if isinstance(layer, nn.SyncBatchNorm):
+            layer.eval()  # its forward waits for the slowest rank: all would seem equally slow
     times = [float("inf")] * len(sizes)
     for sweep in range(SWEEPS):
         for i, size in enumerate(sizes):
@@ -116,12 +121,13 @@ def _seconds_of_step(
     for repeat in range(-1 if is_first else 0, REPEATS):
         if repeat > 0 and spent > ENOUGH_SECONDS:
             break
+        # Before the clock: a DataLoader starts its workers for each batch here, and in training once an epoch.
+        ((inputs, targets),) = source.batches(order, [(0, size)], epoch=0)
         _wait_for_device(source.device)
         started = time.perf_counter()
-        for inputs, targets in source.batches(order, [(0, size)], epoch=0):
-            with precision.autocast():
-                loss = loss_function(work(inputs), targets)
-            loss.backward()  # type: ignore[no-untyped-call]
+        with precision.autocast():
+            loss = loss_function(work(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
         _wait_for_device(source.device)
         if repeat >= 0:
             seconds = time.perf_counter() - started

@@ -4,6 +4,8 @@ Images stay uint8 and on the device; augmentation runs there, for a whole batch 
 (seed, epoch, sample), so a sample looks the same on whichever rank it falls, and after a resume too.
 """
 
+import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -122,8 +124,17 @@ class DatasetSource:
 
     def batches(self, order: Tensor, spans: Sequence[Span], epoch: int) -> Iterator[Batch]:
         filled = [order[start:stop].tolist() for start, stop in spans if stop > start]
-        pinned = self.device.type == "cuda"
-        loader = iter(DataLoader(self.dataset, batch_sampler=filled, num_workers=self.workers, pin_memory=pinned))
+        # A generator of its own: with the global one each start of the loader, also after a resume, would move that on.
+        generator = torch.Generator().manual_seed(seed_of(torch.initial_seed(), epoch, *spans[:1], "loader"))
+        loader = iter(
+            DataLoader(
+                self.dataset,
+                batch_sampler=filled,
+                num_workers=self.workers,
+                pin_memory=self.device.type == "cuda",
+                generator=generator,
+            )
+        )
         for start, stop in spans:
             inputs, targets = next(loader) if stop > start else self._empty()
             yield inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
@@ -170,7 +181,7 @@ def _read_archive(path: Path) -> list[np.ndarray[Any, Any]]:
             if missing:
                 raise DataError(f"{path} lacks the array(s) {', '.join(missing)}; it holds {', '.join(archive)}")
             arrays = [archive[key] for key in ARCHIVE_KEYS]
-    except (OSError, ValueError, EOFError, TypeError) as error:
+    except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{path} is not a readable .npz archive: {error}") from error
     for images, labels, name in ((arrays[0], arrays[1], "train"), (arrays[2], arrays[3], "test")):
         if images.dtype != np.uint8 or images.shape[1:] != (32, 32, 3):

@@ -42,7 +42,7 @@ def evaluate(
     if len(source) == 0:
         raise DataError("the evaluation data hold no sample")
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    was_training = inner.training
+    modes = {module: module.training for module in inner.modules()}
     inner.eval()
     counts = apportion(len(source), shares)
     first, last = sum(counts[:rank]), sum(counts[: rank + 1])
@@ -58,7 +58,8 @@ def evaluate(
             sums[1] += (outputs.argmax(dim=1) == targets).sum()
             sums[3] += samples
         sums[2] += samples
-    inner.train(was_training)
+    for module, mode in modes.items():
+        module.training = mode
     loss_sum, correct, seen, classified = reduce_sums(sums).tolist()
     result = {"loss": loss_sum / seen, "samples": seen}
     if classified == seen:

@@ -50,12 +50,15 @@ def no_sample_loss(model: nn.Module) -> Tensor:
         return torch.stack([p.flatten()[:0].sum(dtype=torch.float32) for p in parameters]).sum()
 
     # DDP prepares its reducer in its own forward, which calls the inner one: that one is replaced for this call.
+    own = vars(inner).get("forward")  # of a compiled or patched module; usually it is the class's
     inner.forward = forward
     try:
         # With device_ids DDP moves its inputs to the GPU, and needs one to move.
         loss = model(next(inner.parameters()).detach())
     finally:
         del inner.forward
+        if own is not None:
+            inner.forward = own
     assert isinstance(loss, Tensor)
     return loss
 

@@ -30,6 +30,8 @@ from .startup_check import (
 _stop_signals: list[int] = []
 """Of the process, not of a world: it is the process that the signal reaches, maybe before its world has met. A list and
 not an Event, whose lock a handler that interrupts itself would wait for without end."""
+_joined = False
+"""Whether this process has been part of a world."""
 
 
 @dataclass
@@ -46,6 +48,7 @@ class World:
     control: dist.ProcessGroup
     ranks: list[RankFacts]
     rendezvous_seconds: float
+    _timeout_seconds: float
     _watch: FailureWatch | None = field(default=None, repr=False)
     _store: Store | None = field(default=None, repr=False)
 
@@ -76,13 +79,17 @@ class World:
 
     def close(self) -> None:
         """Leave in order: rank 0, which holds the store, leaves last."""
-        if self._watch is None:
+        store, self._store = self._store, None
+        watch, self._watch = self._watch, None
+        if store is None:
             return
-        self._watch.end()
-        self._watch = None
+        if watch is not None and self.rank != 0:
+            watch.end()
         if dist.is_initialized():
             dist.destroy_process_group()
-        _say_goodbye(self)
+        _say_goodbye(store, self.rank, self.world_size, self._timeout_seconds)
+        if watch is not None and self.rank == 0:
+            watch.end()  # only now: a rank that fails while rank 0 waits for it ends rank 0 too
 
     def __enter__(self) -> "World":
         return self
@@ -116,20 +123,27 @@ def init_distributed(
     ending the process: the ranks then meet, and stop after one step. An exception that nobody catches ends all ranks,
     see ``failure``.
 
-    Raises LaunchError on every rank, with rank, host, expected and found, for a world that is not the planned one.
+    Raises LaunchError on every rank, with rank, host, expected and found, for a world that is not the planned one. A
+    process can join one world only: rank 0's store, which may still have readers, keeps the port.
     """
+    global _joined
     started = time.monotonic()
     _catch_stop_signal()
     print_faults_plainly(f"process {os.getpid()} on {node_name()}")
     env = RankEnv.from_environ()
     print_faults_plainly(f"rank {env.rank} on {node_name()}")
+    if _joined:
+        raise LaunchError(
+            f"rank {env.rank}: init_distributed a second time in this process; use the first one's world for all of it"
+        )
     check_launch(env)
-    own = gather_own_facts(env)
-    use_gpu = own.visible_gpus > 0 and backend != "gloo"
+    own = gather_own_facts(env, use_gpus=backend != "gloo")
+    use_gpu = own.visible_gpus > 0
     device = torch.device("cuda", env.device_index) if use_gpu else torch.device("cpu")
     if use_gpu and env.device_index < own.visible_gpus:
         torch.cuda.set_device(device)  # before the group starts: NCCL's barrier takes the current device
     store = _join_store(env, own, rendezvous_seconds)
+    _joined = True
     facts = _meet(store, env, own, rendezvous_seconds)
     watch = _watch_for_failure(store, env, own, rendezvous_seconds)
     backend = backend or ("nccl" if use_gpu else "gloo")
@@ -147,7 +161,7 @@ def init_distributed(
     message = [facts]  # by broadcast and not through the store, which would send it from one socket to each rank
     dist.broadcast_object_list(message, src=0, group=control)
     ranks = [facts_from_dict(values) for values in message[0]]
-    return World(env, device, backend, control, ranks, time.monotonic() - started, _watch=watch, _store=store)
+    return World(env, device, backend, control, ranks, time.monotonic() - started, timeout_seconds, watch, store)
 
 
 def _watch_for_failure(store: Store, env: RankEnv, own: RankFacts, rendezvous_seconds: float) -> FailureWatch | None:
@@ -160,8 +174,9 @@ def _watch_for_failure(store: Store, env: RankEnv, own: RankFacts, rendezvous_se
 
 
 def _prefixed(store: Store) -> Store:
-    # torchrun keeps one store over its restarts: each attempt needs keys of its own.
-    return PrefixStore(f"ddp_slurm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    # A second job that was given the same port must not speak here; and torchrun keeps one store over its restarts.
+    job = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID", "")
+    return PrefixStore(f"ddp_slurm/{job}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _connect(env: RankEnv, serve: bool, timeout: timedelta) -> Store:
@@ -241,14 +256,12 @@ def _acknowledge(store: Store, env: RankEnv) -> None:
         return  # the store is gone, so everybody has read
 
 
-def _say_goodbye(world: World) -> None:
-    store, world._store = world._store, None
-    if store is None:
-        return
+def _say_goodbye(store: Store, rank: int, world_size: int, timeout_seconds: float) -> None:
+    """Rank 0 holds the store: it stays for a rank that is late as long as a collective would."""
     try:
         store.add("left", 1)
-        deadline = time.monotonic() + 30
-        while world.rank == 0 and store.add("left", 0) < world.world_size and time.monotonic() < deadline:
+        deadline = time.monotonic() + timeout_seconds
+        while rank == 0 and store.add("left", 0) < world_size and time.monotonic() < deadline:
             time.sleep(0.01)
     except RuntimeError:
         return  # rank 0 has gone after its deadline: nothing is left to say

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ class CsvFile:
         kept: list[Record] = []
         if self.path.exists() and resumed_step:
             with open(self.path, newline="") as file:
-                kept = [row for row in csv.DictReader(file) if (row["step"] or "").isdigit()]
+                kept = [row for row in csv.DictReader(file) if (row.get("step") or "").isdigit()]
                 kept = [row for row in kept if int(row["step"]) <= resumed_step]
         _replace_text(self.path, ",".join(COLUMNS) + "\n")
         for row in kept:
@@ -60,7 +61,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise DdpSlurmError(f"TensorBoard metrics need the package tensorboard ({error})") from error
-        self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)
+        self._writer = SummaryWriter(os.path.expanduser(folder), purge_step=resumed_step + 1)
 
     def __call__(self, record: Record) -> None:
         for name, value in record.items():
@@ -71,12 +72,15 @@ class TensorBoard:
 
 def open_recorder(path: str, resumed_step: int = 0) -> Recorder:
     """The recorder that a path asks for: ``.csv``, ``.jsonl``, or a folder for TensorBoard (with a trailing slash)."""
-    if path.endswith("/"):
-        return TensorBoard(path, resumed_step)
-    if path.endswith(".csv"):
-        return CsvFile(path, resumed_step)
-    if path.endswith(".jsonl"):
-        return JsonLines(path, resumed_step)
+    try:
+        if path.endswith("/"):
+            return TensorBoard(path, resumed_step)
+        if path.endswith(".csv"):
+            return CsvFile(path, resumed_step)
+        if path.endswith(".jsonl"):
+            return JsonLines(path, resumed_step)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DdpSlurmError(f"metrics cannot be written to {path}: {error}") from error
     raise DdpSlurmError(f"metrics path {path!r} must end in .csv, .jsonl or / (a TensorBoard folder)")
 
 

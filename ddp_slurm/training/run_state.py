@@ -66,6 +66,10 @@ def load_run_state(trainer: Trainer, state: dict[str, Any]) -> None:
 
 def _check_same(trainer: Trainer, state: dict[str, Any]) -> None:
     samples = len(trainer.train_data)
+    if not {"train_samples", "seed", "ranks"} <= state.keys():
+        raise SnapshotError(
+            f"the snapshot {_path(trainer)} is not a Trainer's; it holds {', '.join(map(str, state)) or 'nothing'}"
+        )
     if state["train_samples"] != samples:
         raise SnapshotError(
             f"the snapshot {_path(trainer)} was made with {state['train_samples']} training samples, "

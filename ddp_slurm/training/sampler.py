@@ -99,6 +99,8 @@ class BalancedSampler(Sampler[list[int]]):
 
     def collate(self, samples: list[Any]) -> Any:
         """The DataLoader's usual batch of samples; for no samples, tensors of length 0 in the form of a batch."""
+        if not samples and isinstance(self._data, int):
+            raise BalanceError("a rank has no sample in this step: give BalancedSampler the data set, not its length")
         return default_collate(samples) if samples else _emptied(default_collate([self._data[0]]))
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -112,6 +114,8 @@ def _emptied(batch: Any) -> Any:
     if isinstance(batch, dict):
         return {key: _emptied(value) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
+        if all(isinstance(value, str | bytes) for value in batch):  # a text field: the list is the batch
+            return []
         return [_emptied(value) for value in batch]
     return batch[:0]
 

@@ -6,10 +6,11 @@ The file is what ``torch.save`` writes (readable with ``torch.load(path, weights
 
 import contextlib
 import io
+import numbers
 import os
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,38 +32,40 @@ class Snapshot:
 
     Args:
         path: of the file; its folder is made when missing.
-        group: a gloo group for the broadcast, None for the default group. Without a process group this is one
-            process's snapshot.
+        group: a gloo group for the broadcast; None takes the default group, or makes one where that is NCCL's.
+            Without a process group this is one process's snapshot.
     """
 
     def __init__(self, path: str | os.PathLike[str], group: dist.ProcessGroup | None = None) -> None:
-        self.path = Path(path).expanduser().absolute()
+        self.path = Path(os.path.expanduser(path)).absolute()
         self.previous = self.path.with_name(self.path.name + ".previous")
         self._temporary = self.path.with_name(f".{self.path.name}.writing")
         self._group = group
+        self._is_damaged = False
         self.warnings: list[str] = []
 
     def save(self, state: dict[str, Any]) -> None:
         """Write ``state`` whole or not at all; the snapshot before it becomes the previous one.
 
         All ranks may call it, rank 0 alone writes. The state may hold tensors, numbers, strings, None, and dicts,
-        lists and tuples of them.
+        lists and tuples of them; a subclass of these, such as a NumPy number, is written as the plain one.
 
         Raises SnapshotError where anything else is in it, or the file cannot be written (a full disk, permissions): the
         snapshots there are as they were.
         """
         if _rank(self._group) != 0:
             return
-        _check_plain(state, "state")
+        plain = _plain(state, "state")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(self._temporary, "wb") as file:
-                torch.save({"format": FORMAT, "version": VERSION, "state": state}, file)
+                torch.save({"format": FORMAT, "version": VERSION, "state": plain}, file)
                 file.flush()
                 os.fsync(file.fileno())
-            if self.path.exists():
+            if self.path.exists() and not self._is_damaged:  # the previous one is then the only good one
                 os.replace(self.path, self.previous)
             os.replace(self._temporary, self.path)
+            self._is_damaged = False
             _sync_folder(self.path.parent)
         except (OSError, RuntimeError) as error:  # torch's zip writer reports a full disk as RuntimeError
             self._remove_temporary()
@@ -80,6 +83,8 @@ class Snapshot:
         if not dist.is_initialized() or dist.get_world_size(self._group) == 1:
             data = self._read()
         else:
+            if self._group is None and dist.get_backend() == "nccl":  # it cannot send what is not on a GPU
+                self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
             data = self._read_and_broadcast()
         if data is None:
             return None
@@ -110,14 +115,15 @@ class Snapshot:
         self.warnings, faults = [], []
         self._remove_temporary()  # of a run that was killed while it wrote
         for path in (self.path, self.previous):
-            if not path.exists():
-                continue
             try:
                 data = path.read_bytes()
                 _check_whole(path, data)
+            except FileNotFoundError:
+                continue
             except (SnapshotError, OSError) as error:
                 faults.append(str(error))
             else:
+                self._is_damaged = bool(faults)
                 self.warnings = [f"{fault}; taking {path} instead" for fault in faults]
                 return data
         if faults:
@@ -166,20 +172,27 @@ def _check_whole(path: Path, data: bytes) -> None:
         )
 
 
-def _check_plain(value: object, where: str) -> None:
-    """What ``weights_only=True`` will not read back must not be written."""
+def _plain(value: Any, where: str) -> Any:
+    """The value in the types that ``weights_only=True`` reads back: not NumPy's numbers, enums or named tuples."""
     if isinstance(value, dict):
-        for key, item in value.items():
-            _check_plain(key, f"key of {where}")
-            _check_plain(item, f"{where}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            _check_plain(item, f"{where}[{i}]")
-    elif not (value is None or isinstance(value, Tensor | bool | int | float | str | bytes)):
-        raise SnapshotError(
-            f"a snapshot cannot hold {where}: {type(value).__name__}; tensors, numbers, strings, dicts, lists and "
-            "tuples can"
-        )
+        return {_plain(key, f"key of {where}"): _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    if value is None or isinstance(value, Tensor | bool):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if isinstance(value, str):
+        return str.__str__(value)  # an enum's own __str__ would give its name
+    if isinstance(value, bytes):
+        return bytes(value)
+    raise SnapshotError(
+        f"a snapshot cannot hold {where}: {type(value).__name__}; tensors, numbers, strings, dicts, lists and "
+        "tuples can"
+    )
 
 
 def _broadcast_bytes(data: bytes | None, size: int, group: dist.ProcessGroup | None) -> bytes:

@@ -41,9 +41,9 @@ class RankFacts:
         return f"rank {self.rank} on {self.node_name}"
 
 
-def gather_own_facts(env: RankEnv, environ: Mapping[str, str] = os.environ) -> RankFacts:
-    """The facts of this process."""
-    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+def gather_own_facts(env: RankEnv, environ: Mapping[str, str] = os.environ, *, use_gpus: bool = True) -> RankFacts:
+    """The facts of this process; those of one without GPUs where none is to be used."""
+    visible = torch.cuda.device_count() if use_gpus and torch.cuda.is_available() else 0
     name, uuid, capability = "cpu", "", (0, 0)
     if env.device_index < visible:
         properties = torch.cuda.get_device_properties(env.device_index)

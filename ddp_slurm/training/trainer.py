@@ -51,7 +51,8 @@ class Trainer:
         global_batch: samples of one optimizer step over all ranks; the same update however they are shared out.
         shares: samples per rank; None takes the job's plan, or with DDP_SLURM_BALANCE=measured measures the ranks.
         micro_batch: the most samples a rank runs at once; a larger share is accumulated.
-        scheduler: stepped after every optimizer step.
+        scheduler: stepped after every optimizer step; one that follows ``progress`` also fits a run that is resumed
+            with another global batch.
         precision: ``auto``, ``fp32``, ``fp16`` or ``bf16``, see ``precision``.
         clip_norm: the largest norm of the whole gradient.
         save_every_epochs, save_every_steps: when to write a snapshot; the end of the training always does.
@@ -97,6 +98,7 @@ class Trainer:
         self.precision = choose_precision(precision, world.ranks)
         self.scaler = self.precision.grad_scaler()
         self.micro_batch = global_batch if micro_batch is None else micro_batch
+        self.eval_batch = min(512, micro_batch or 512)
         if self.micro_batch < 1:
             raise BalanceError(f"micro_batch {micro_batch}: at least one sample has to run at once")
         if len(train_data) == 0:
@@ -121,6 +123,11 @@ class Trainer:
         self.loss_sum, self.loss_samples = torch.zeros((), dtype=torch.float64, device=world.device), 0
         torch.manual_seed(seed_of(seed, world.rank, "rank"))
 
+    @property
+    def progress(self) -> float:
+        """Which part of the whole training is done, by samples: 0 at its start, 1 at its end."""
+        return (self.epoch + self.samples_done / len(self.train_data)) / self.total_epochs
+
     def _choose_shares(self, global_batch: int) -> list[int]:
         if os.environ.get("DDP_SLURM_BALANCE") != "measured":
             return self.world.planned_shares(global_batch)
@@ -142,10 +149,11 @@ class Trainer:
             self.recorders.append(open_recorder(self.metrics_path, self.step))
         if self.speaks:
             print_rank_table(self.world.ranks, self.sampler.shares)
-        self.model.train()
+        if not self.module.training:  # layers that were set to eval() by themselves stay so
+            self.module.train()
         metrics: dict[str, float] = {}
         if self.epoch >= self.total_epochs and self.eval_data is not None:
-            metrics = self._evaluate()
+            metrics = self._evaluate()  # of a run that had ended: its record is there
         while self.epoch < self.total_epochs:
             if not self._train_epoch():
                 self._stop_early()
@@ -154,6 +162,8 @@ class Trainer:
             self.batchnorm.synchronize()
             if self.eval_data is not None:
                 metrics = self._evaluate()
+                if self.world.rank == 0:
+                    self.record({"kind": "evaluation", "epoch": self.epoch, "step": self.step, **metrics})
             last = self.epoch == self.total_epochs
             if last or (self.save_every_epochs and self.epoch % self.save_every_epochs == 0):
                 self._save(must=last)
@@ -167,9 +177,11 @@ class Trainer:
         spans = [self.sampler.span(step) for step in range(steps)]
         progress = Progress(self, steps)
         try:
-            for index, (inputs, targets) in enumerate(self.train_data.batches(self.sampler.order(), spans, self.epoch)):
-                if self.vote.result():
+            batches = self.train_data.batches(self.sampler.order(), spans, self.epoch)
+            for index in range(steps):
+                if self.vote.result():  # before the batch: one that is not trained on must not use random numbers up
                     return False
+                inputs, targets = next(batches)
                 self.vote.cast(self.world.stop_requested and self.snapshot is not None)
                 self._train_step(index, inputs, targets)
                 progress.after_step(index)
@@ -197,10 +209,10 @@ class Trainer:
             nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        if self.scheduler is not None:
-            self.scheduler.step()
         self.step += 1
         self.samples_done += total
+        if self.scheduler is not None:
+            self.scheduler.step()
         self.batchnorm.count(own)
 
     def _weighted_loss(self, inputs: Tensor, targets: Tensor, total: int) -> Tensor:
@@ -224,18 +236,21 @@ class Trainer:
             rank=self.world.rank,
             shares=self.sampler.shares,
             precision=self.precision,
+            batch_size=self.eval_batch,
         )
         if self.speaks:
             accuracy = f"  accuracy {metrics['accuracy']:.4f}" if "accuracy" in metrics else ""
             say(f"epoch {self.epoch}/{self.total_epochs}  evaluation loss {metrics['loss']:.4f}{accuracy}")
-        if self.world.rank == 0:
-            self.record({"kind": "evaluation", "epoch": self.epoch, "step": self.step, **metrics})
         return metrics
 
     def record(self, record: dict[str, Any]) -> None:
-        """Hand a record to all recorders; rank 0 alone calls it."""
-        for recorder in self.recorders:
-            recorder(record)
+        """Hand a record to all recorders; rank 0 alone calls it. One that cannot write is left out from then on."""
+        for recorder in list(self.recorders):
+            try:
+                recorder(record)
+            except OSError as error:
+                self.recorders.remove(recorder)
+                say(f"warning: metrics are no longer written: {error}")
 
     def _resume(self) -> None:
         state = self.snapshot.load() if self.snapshot is not None else None

@@ -5,6 +5,8 @@ import dataclasses
 import json
 import pickle
 import sys
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +18,12 @@ from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.training import calibrate
 from ddp_slurm.training.calibrate import alike_made_equal, fit_line, measure_cost
 from ddp_slurm.training.data import (
+    Batch,
     DataError,
     DatasetSource,
     ResidentImages,
     ResidentTensors,
+    Span,
     load_cifar10,
     synthetic_classes,
 )
@@ -37,6 +41,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(("counts", "mean"), [([0, 1, 3], (1 + 2 * 3) / 4), ([5, 0, 0], 0.0), ([0, 0, 0], 1.0)])
 def test_batchnorm_statistics_are_weighted_by_samples(tmp_path: Path, counts: list[int], mean: float) -> None:
+    # where the last rank has no sample the layer is an InstanceNorm with statistics, which is no BatchNorm
     for rank, (averaged, own) in enumerate(run_world(tmp_path, (1, 2), averaged_statistics, counts)):
         assert set(averaged) == {"0.running_mean", "0.running_var", "0.num_batches_tracked"}
         torch.testing.assert_close(averaged["0.running_mean"], torch.full((3,), mean))
@@ -66,6 +71,13 @@ def test_evaluation_of_numbers_has_no_accuracy() -> None:
         precision=Precision("fp32", "cpu"),
     )
     assert metrics == {"loss": 0.0, "samples": 5.0}
+
+
+def test_evaluation_leaves_each_layer_in_its_mode() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2).eval())
+    source = ResidentTensors(torch.ones(5, 2), torch.zeros(5, dtype=torch.int64), CPU)
+    evaluate(model, source, cross_entropy, rank=0, shares=[1], precision=Precision("fp32", "cpu"))
+    assert [model.training, model[0].training, model[1].training] == [True, True, False]
 
 
 def test_evaluation_of_nothing_is_a_fault_with_a_message() -> None:
@@ -141,6 +153,30 @@ def test_a_disturbance_of_one_sweep_does_not_count(disturbed: int, monkeypatch: 
     cost = measure_cost(torch.nn.Linear(1, 1), source, cross_entropy, 40, 64, Precision("fp32", "cpu"))
     assert calls == [20, 40, 60] * 3
     assert cost == pytest.approx((0.002, 0.0001))
+
+
+class SlowSource(ResidentTensors):
+    """Takes long for each batch, as a loader does that starts its workers."""
+
+    def batches(self, order: torch.Tensor, spans: Sequence[Span], epoch: int) -> Iterator[Batch]:
+        time.sleep(0.05)
+        yield from super().batches(order, spans, epoch)
+
+
+def test_what_is_measured_is_the_model_in_its_modes_and_not_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[bool] = []
+
+    class Watched(torch.nn.SyncBatchNorm):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            modes.append(self.training)
+            return inputs
+
+    model = torch.nn.Sequential(make_model(torch.float32), Watched(4))
+    source = SlowSource(*make_data(40, torch.float32), CPU)
+    alpha, beta = measure_cost(model, source, cross_entropy, 8, 64, Precision("fp32", "cpu"))
+    assert alpha + 8 * beta < 0.05
+    assert not any(modes), "SyncBatchNorm's forward would wait for the slowest rank"
+    assert model[1].training
 
 
 A100 = dataclasses.replace(FACT, rank=1, node_name="alpha", device_name="NVIDIA A100", compute_capability=(8, 0))
@@ -234,9 +270,12 @@ def test_archives_that_are_refused(tmp_path: Path, changes: dict[str, np.ndarray
 def test_data_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"expected an \.npz archive or a folder with cifar-10-batches-py"):
         load_cifar10(tmp_path / "none")
-    (tmp_path / "text.npz").write_text("no archive")
-    with pytest.raises(DataError, match=r"is not a readable \.npz archive"):
-        load_cifar10(tmp_path / "text.npz")
+    write_archive(tmp_path / "whole.npz")
+    whole = (tmp_path / "whole.npz").read_bytes()
+    for content in (b"no archive", whole[: len(whole) // 2], whole[:5000] + b"?" + whole[5001:]):
+        (tmp_path / "broken.npz").write_bytes(content)
+        with pytest.raises(DataError, match=r"is not a readable \.npz archive"):
+            load_cifar10(tmp_path / "broken.npz")
 
 
 def test_augmentation_belongs_to_the_sample_not_to_the_batch() -> None:
@@ -303,9 +342,25 @@ def test_metrics_of_a_resumed_run_read_like_one_run_s(tmp_path: Path, name: str)
     assert len(path.read_text().splitlines()) == (0 if name.endswith("jsonl") else 1)
 
 
-def test_tensorboard_reads_a_resumed_run_as_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.csv"])
+def test_a_metrics_path_that_cannot_be_written_is_a_fault_with_a_message(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / "file").touch()
+    for path in (tmp_path / name, tmp_path / "file" / name):
+        with pytest.raises(DdpSlurmError, match="metrics cannot be written to"):
+            open_recorder(str(path), resumed_step=1)
+
+
+def test_another_program_s_table_is_begun_anew(tmp_path: Path) -> None:
+    (tmp_path / "m.csv").write_text("a,b\n1,2\n")
+    open_recorder(str(tmp_path / "m.csv"), resumed_step=1)
+    assert (tmp_path / "m.csv").read_text().startswith("kind,epoch,step,")
+
+
+def test_tensorboard_reads_a_resumed_run_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     folder = tmp_path / "board"
-    recorder = open_recorder(f"{folder}/")
+    recorder = open_recorder("~/board/")
     for step in (1, 2, 3):
         recorder({"kind": "train", "epoch": 1, "step": step, "loss": float(step), "device": "cpu"})
     recorder = open_recorder(f"{folder}/", resumed_step=2)

@@ -158,3 +158,9 @@ def test_a_rank_without_samples_gets_an_empty_batch_from_the_loader() -> None:
     assert whole["x"].tolist() == [[0.0] * 3]
     assert empty["x"].shape == (0, 3)
     assert [len(part) for part in empty["y"]] == [0, 0]
+
+
+def test_an_empty_batch_of_texts_and_one_of_a_data_set_that_is_not_there() -> None:
+    assert BalancedSampler([("a text", 1)], [0, 1], 0).collate([])[0] == []
+    with pytest.raises(BalanceError, match="give BalancedSampler the data set, not its length"):
+        BalancedSampler(9, [0, 1], 0).collate([])

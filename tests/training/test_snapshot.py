@@ -1,5 +1,7 @@
 """A snapshot is there whole or not at all, and a damaged one gives way to the one before it."""
 
+import collections
+import enum
 import resource
 import signal
 import subprocess
@@ -7,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -109,6 +112,52 @@ def test_what_could_not_be_read_back_is_not_written(snapshot: Snapshot, value: o
     assert step(snapshot) == 2
 
 
+class Kind(enum.IntEnum):
+    ONE = 1
+
+
+class Word(str, enum.Enum):
+    A = "a"
+
+
+Pair = collections.namedtuple("Pair", ["x", "y"])
+
+
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [
+        (0.1 * np.sqrt(4), 0.2),
+        (np.int64(3), 3),
+        (np.float32(0.5), 0.5),
+        (np.str_("s"), "s"),
+        (Kind.ONE, 1),
+        (Word.A, "a"),
+        (Pair(1, [2]), (1, [2])),
+        (collections.defaultdict(list, {"a": (Kind.ONE, True, None)}), {"a": (1, True, None)}),
+    ],
+)
+def test_kinds_of_plain_values_are_written_as_plain_ones(snapshot: Snapshot, value: object, read: object) -> None:
+    snapshot.save({"value": value})
+    loaded = Snapshot(snapshot.path).load()
+    assert loaded is not None
+    assert repr(loaded["value"]) == repr(read)
+
+
+def test_a_damaged_one_does_not_push_out_the_good_previous_one(snapshot: Snapshot) -> None:
+    snapshot.path.write_bytes(b"damaged")
+    assert step(snapshot) == 1
+    snapshot.save(state(3))
+    assert step(snapshot) == 3
+    assert step(Snapshot(snapshot.previous)) == 1
+    snapshot.save(state(4))
+    assert step(Snapshot(snapshot.previous)) == 3
+
+
+def test_a_name_that_is_too_long_is_a_fault_with_a_message(tmp_path: Path) -> None:
+    with pytest.raises(SnapshotError, match="File name too long"):
+        Snapshot(tmp_path / ("s" * 250)).load()
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 64 KiB."""
@@ -158,6 +207,12 @@ def test_only_rank_0_has_the_file_and_all_ranks_the_state(tmp_path: Path) -> Non
     assert [(kind, value["step"], value["model"]["weight"].sum().item()) for kind, value in found] == [
         ("state", 7, 700_000.0)
     ] * 3
+
+
+def test_a_group_is_made_where_the_default_one_only_knows_gpus(tmp_path: Path) -> None:
+    Snapshot(tmp_path / "rank0" / "snapshot.pt").save(state(7))
+    found = run_world(tmp_path / "logs", (1, 1), load_on_every_rank, tmp_path, "nccl")
+    assert [(kind, value["step"]) for kind, value in found] == [("state", 7)] * 2
 
 
 def test_a_snapshot_that_rank_0_cannot_use_is_a_fault_on_every_rank(tmp_path: Path) -> None:

@@ -11,14 +11,18 @@ from ddp_slurm.rank_env import LaunchError, RankEnv
 from ddp_slurm.training.startup_check import RankFacts, check_launch, facts_from_dict, facts_to_dict, find_faults
 
 from .workers import (
+    be_late,
+    fail_after_rank_0_has_left,
     fail_at_three,
     fail_without_collective,
     join,
+    join_twice,
+    meet_and_leave_when_told,
     meet_and_stay,
     place,
     signalled_before_the_meeting,
 )
-from .worlds import PATIENCE_SECONDS, run_world, tell, world
+from .worlds import PATIENCE_SECONDS, free_port, run_world, tell, world
 
 FACT = RankFacts(
     rank=0, local_rank=0, node_rank=0, world_size=3, host="gamma", node_name="gamma", host_address="198.18.0.3",
@@ -198,6 +202,7 @@ def test_no_answer_from_rank_0_and_a_port_that_is_taken(tmp_path: Path) -> None:
         ("raise", 1, "rank 3 on node failed: ValueError: a bad sample"),
         ("user's fault", 2, "rank 3 on node failed: precision fp7 is none"),
         ("exit", 5, None),
+        ("exit True", 1, None),
         ("kill", -signal.SIGKILL, None),
     ],
 )
@@ -214,6 +219,37 @@ def test_a_rank_that_fails_ends_all(tmp_path: Path, how: str, status: int, words
         for rank in (0, 1, 2, 4, 5, 6):
             assert f"rank {rank} on node: ends, because rank 3 on node failed: ValueError: a bad sample" in logs[rank]
             assert "Traceback" not in logs[rank]
+
+
+def test_a_second_job_on_the_same_port_leaves_the_first_alone(tmp_path: Path) -> None:
+    port = {"MASTER_PORT": str(free_port())}
+    first_job, second_job = ({**port, "SLURM_JOB_ID": job} for job in ("1", "2"))
+    with world(tmp_path / "first", (2,), meet_and_leave_when_told, environ=first_job) as first:
+        assert [first.receive(rank) for rank in (0, 1)] == ["met", "met"]
+        said = run_world(tmp_path / "second", (2,), join, 1.0, environ=second_job)
+        assert "cannot listen on port" in said[0]
+        for rank in (0, 1):
+            tell(first.pipes[rank], "go")
+        assert first.results() == ["left", "left"]
+
+
+def test_rank_0_waits_for_a_late_rank_and_ends_with_its_failure(tmp_path: Path) -> None:
+    with world(tmp_path, (2,), fail_after_rank_0_has_left, environ={"SLURMD_NODENAME": "node"}) as running:
+        assert running.wait(PATIENCE_SECONDS) == [1, 1]
+        assert "rank 0 on node: ends, because rank 1 on node failed: ValueError: the last" in running.log(0)
+
+
+def test_rank_0_waits_as_long_as_a_collective_would(tmp_path: Path) -> None:
+    assert run_world(tmp_path / "waits", (2,), be_late, 60.0) == [None, None]
+    with world(tmp_path / "leaves", (2,), be_late, 1.0) as running:
+        assert running.wait(PATIENCE_SECONDS) == [0, 1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_process_joins_one_world_only(tmp_path: Path, ranks: int) -> None:
+    for is_open, said in run_world(tmp_path, (ranks,), join_twice):
+        assert not is_open
+        assert "init_distributed a second time in this process" in said
 
 
 def test_a_failure_reaches_a_rank_outside_any_collective(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from ddp_slurm.training import BalancedSampler
+from ddp_slurm.training import BalancedSampler, Snapshot
 
-from .trainer_worker import Report, Run, train
+from .trainer_worker import Report, Run, full_disk, train
 from .workers import example, flat, make_data, make_model
 from .worlds import world
 
@@ -127,6 +127,41 @@ def test_a_signal_to_one_rank_stops_all_after_one_step_and_asks_for_a_requeue(tm
     assert stopped[0].own_batchnorm != stopped[1].own_batchnorm  # the ranks' statistics do differ
 
 
+def test_random_transforms_go_on_as_if_there_had_been_no_stop(tmp_path: Path) -> None:
+    settings = Run((3, 5), tmp_path / "s.pt", save_every_steps=None, noisy=True)
+    stopped = run(tmp_path / "stopped", (1, 1), Run(**{**vars(settings), "usr2": (1, 8)}))
+    assert not stopped[0].finished
+    resumed = run(tmp_path / "resumed", (1, 1), settings)
+    whole = run(tmp_path / "whole", (1, 1), Run(**{**vars(settings), "snapshot": tmp_path / "other.pt"}))
+    for found, expected in zip(resumed, whole, strict=True):
+        assert torch.equal(found.weights, expected.weights)
+
+
+def test_a_rank_runs_no_more_samples_at_once_than_it_may(tmp_path: Path) -> None:
+    settings = Run((3, 5), tmp_path / "s.pt", epochs=1, stateful=False, options={"micro_batch": 2})
+    assert [report.largest_batch for report in run(tmp_path, (1, 1), settings)] == [2, 2]
+
+
+def test_a_layer_that_was_set_to_eval_stays_so(tmp_path: Path) -> None:
+    [report] = run(tmp_path, (1,), Run((8,), tmp_path / "s.pt", frozen=True))
+    assert report.own_batchnorm == [0.0] * 8
+
+
+def test_metrics_that_cannot_be_written_end_no_training(tmp_path: Path) -> None:
+    with world(tmp_path, (1,), train, Run((8,), tmp_path / "s.pt", options={"recorders": [full_disk]})) as running:
+        assert running.wait() == [0]
+        assert running.log(0).count("warning: metrics are no longer written: [Errno 28] No space left on device") == 1
+
+
+def test_a_finished_run_that_is_started_again_records_nothing(tmp_path: Path) -> None:
+    settings = Run((8,), tmp_path / "s.pt", options={"metrics_path": str(tmp_path / "m.jsonl")})
+    metrics = []
+    for number in (1, 2):
+        [report] = run(tmp_path / str(number), (1,), settings)
+        metrics.append((report.metrics, (tmp_path / "m.jsonl").read_text()))
+    assert metrics[0] == metrics[1]
+
+
 def test_an_overflow_on_one_rank_is_one_on_all(tmp_path: Path) -> None:
     """fp16 with a sample that overflows: the step is skipped, the scale lowered, the same bits everywhere."""
     settings = Run(
@@ -161,6 +196,15 @@ def test_a_run_that_does_not_fit_is_refused_on_every_rank(
         logs = running.all_logs()
     assert "Traceback" not in logs
     assert re.search(message, logs), logs
+
+
+def test_a_snapshot_of_a_loop_of_one_s_own_is_refused(tmp_path: Path) -> None:
+    Snapshot(tmp_path / "s.pt").save({"epoch": 3, "model": {}})
+    with world(tmp_path, (1, 1), train, Run((3, 5), tmp_path / "s.pt")) as running:
+        assert running.wait() == [2, 2]
+        logs = running.all_logs()
+    assert "s.pt is not a Trainer's; it holds epoch, model" in logs
+    assert "Traceback" not in logs
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +274,21 @@ def test_the_cifar10_example_trains_on_uneven_ranks(tmp_path: Path) -> None:
         log = running.log(0)
     assert "first optimizer step finished at" in log
     assert "finished: step 4, loss" in log
+
+
+def test_the_learning_rate_follows_the_samples_after_a_resume_with_another_batch(tmp_path: Path) -> None:
+    script = ROOT / "cifar10_example" / "train.py"
+    fixed = ["--data", str(archive(tmp_path / "c.npz")), "--snapshot", str(tmp_path / "s.pt"), "--batch-size", "4"]
+    rates: dict[str, list[float]] = {}
+    for tasks, epochs in ((1,), "2"), ((1, 2), "4"):
+        options = [epochs, "1", *fixed, "--metrics", str(tmp_path / f"{epochs}.jsonl")]
+        with world(tmp_path / epochs, tasks, example, script, options) as running:
+            assert running.results() == [None] * sum(tasks)
+        records = [json.loads(line) for line in (tmp_path / f"{epochs}.jsonl").read_text().splitlines()]
+        rates[epochs] = [record["learning_rate"] for record in records if record["kind"] == "train"]
+    assert rates["2"][-1] == pytest.approx(0)
+    # of each epoch's end: three and four quarters of the whole
+    assert rates["4"] == pytest.approx([0.2 * 1.25 * 0.25, 0])
 
 
 def test_an_example_without_data_fails_on_every_rank_with_a_message(tmp_path: Path) -> None:

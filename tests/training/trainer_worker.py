@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ddp_slurm.training import Snapshot, Trainer, failure, init_distributed
-from ddp_slurm.training.data import Batch, ResidentTensors, Span
+from ddp_slurm.training.data import Batch, DatasetSource, ResidentTensors, Span
 
-from .workers import CLASSES, FEATURES, flat, make_data, make_model
+from .workers import CLASSES, FEATURES, NoisyData, flat, make_data, make_model
 from .worlds import tell
 
 
@@ -35,6 +35,8 @@ class Run:
     kill: tuple[int, str, int] | None = None
     usr2: tuple[int, int] | None = None
     poison: tuple[int, int] | None = None
+    noisy: bool = False
+    frozen: bool = False
 
 
 @dataclass
@@ -49,6 +51,11 @@ class Report:
     moments: list[str]
     shares: list[int]
     records: list[dict[str, Any]]
+    largest_batch: int
+
+
+def full_disk(record: dict[str, Any]) -> None:
+    raise OSError(28, "No space left on device")
 
 
 class StatefulModel(nn.Module):
@@ -156,11 +163,16 @@ def train(pipe: Connection, run: Run) -> Report:
         inputs, targets = make_data(run.samples, run.dtype)
         if run.poison:
             inputs[run.poison[0]] = float("inf")
-        data = RecordingSource(inputs, targets, world.device)
+        data: Any = RecordingSource(inputs, targets, world.device)
         data.seen = []
+        if run.noisy:
+            data = DatasetSource(NoisyData(inputs, targets), world.device)
+            data.seen = []
         torch.manual_seed(1)
         model = StatefulModel().to(run.dtype) if run.stateful else make_model(run.dtype)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if run.frozen:
+            model.norm.eval()
         records: list[dict[str, Any]] = []
         trainer = Trainer(
             world,
@@ -181,6 +193,8 @@ def train(pipe: Connection, run: Run) -> Report:
                 **run.options,
             },
         )
+        sizes: list[int] = []
+        model.register_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
         first_step = -1
 
         def before_step(*args: object) -> None:
@@ -211,4 +225,5 @@ def train(pipe: Connection, run: Run) -> Report:
             killer.moments,
             trainer.sampler.shares,
             records,
+            max(sizes, default=0),
         )

@@ -183,8 +183,8 @@ def fail_at_three(pipe: Connection, how: str) -> None:
                 raise ValueError("a bad sample")
             if how == "user's fault":
                 raise DdpSlurmError("precision fp7 is none")
-            if how == "exit":
-                sys.exit(5)
+            if how.startswith("exit"):
+                sys.exit({"exit": 5, "exit True": True}[how])
             os.kill(os.getpid(), signal.SIGKILL)
         dist.barrier()
 
@@ -196,6 +196,30 @@ def fail_without_collective(pipe: Connection) -> None:
         if world.rank == 1:
             raise ValueError("a bad sample")
         threading.Event().wait(600)
+
+
+def fail_after_rank_0_has_left(pipe: Connection) -> None:
+    """Rank 1 is late, and fails."""
+    with init_distributed() as world:
+        dist.barrier()
+        if world.rank == 1:
+            time.sleep(1)
+            raise ValueError("the last metrics cannot be written")
+
+
+def be_late(pipe: Connection, timeout_seconds: float) -> None:
+    """Rank 1 leaves later than ``timeout_seconds`` after rank 0."""
+    with init_distributed(timeout_seconds=timeout_seconds) as world:
+        dist.barrier()
+        if world.rank == 1:
+            time.sleep(3)
+
+
+def join_twice(pipe: Connection) -> tuple[bool, str]:
+    """Whether the group is closed after the first time, and what is said the second time."""
+    with init_distributed():
+        pass
+    return dist.is_initialized(), join(pipe)
 
 
 def signalled_before_the_meeting(pipe: Connection) -> bool:
@@ -217,7 +241,15 @@ def signalled_before_the_meeting(pipe: Connection) -> bool:
 
 def meet_and_stay(pipe: Connection) -> None:
     with init_distributed():
+        tell(pipe, "met")
         threading.Event().wait(600)
+
+
+def meet_and_leave_when_told(pipe: Connection) -> str:
+    with init_distributed():
+        tell(pipe, "met")
+        pipe.recv_bytes()
+        return "left"
 
 
 def place(pipe: Connection) -> tuple[int, str, int, list[str], list[int]]:
@@ -227,9 +259,18 @@ def place(pipe: Connection) -> tuple[int, str, int, list[str], list[int]]:
         return int(total), world.backend, world.rank, [fact.place for fact in world.ranks], world.planned_shares(341)
 
 
-def load_on_every_rank(pipe: Connection, folder: Path) -> tuple[str, Any]:
+def load_on_every_rank(pipe: Connection, folder: Path, backend: str = "gloo") -> tuple[str, Any]:
     """Every rank has a folder of its own, as on machines without a shared disk."""
     with init_distributed() as world:
+        dist.get_backend = lambda: backend
+        if backend != "gloo":  # as NCCL does with what is not on a GPU
+            broadcast = dist.broadcast
+
+            def refuses_the_default_group(tensor: Tensor, src: int, group: dist.ProcessGroup | None = None) -> None:
+                assert group is not None
+                broadcast(tensor, src, group)
+
+            dist.broadcast = refuses_the_default_group
         try:
             return "state", Snapshot(folder / f"rank{world.rank}" / "snapshot.pt").load()
         except SnapshotError as error:
@@ -239,7 +280,10 @@ def load_on_every_rank(pipe: Connection, folder: Path) -> tuple[str, Any]:
 def averaged_statistics(pipe: Connection, counts: list[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """BatchNorm statistics that differ by rank: rank r has mean r, variance 10 r, r batches. Averaged; then own."""
     with init_distributed() as world:
-        model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1), nn.BatchNorm1d(1, track_running_stats=False))
+        kind = nn.BatchNorm1d if counts[-1] else nn.InstanceNorm1d
+        model = nn.Sequential(
+            kind(3, track_running_stats=True), nn.Linear(3, 1), nn.BatchNorm1d(1, track_running_stats=False)
+        )
         norm = model[0]
         norm.running_mean.fill_(world.rank)
         norm.running_var.fill_(10 * world.rank)
@@ -262,6 +306,19 @@ def evaluated(pipe: Connection, samples: int, shares: list[int]) -> dict[str, fl
             model, source, cross_entropy, rank=world.rank, shares=shares, batch_size=4,
             precision=Precision("fp32", "cpu"),
         )  # fmt: skip
+
+
+class NoisyData(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """A data set whose transform draws from the global generator."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        self.inputs, self.targets = inputs, targets
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index] + torch.randn(FEATURES, dtype=self.inputs.dtype), self.targets[index]
 
 
 class SleepyModel(nn.Module):
