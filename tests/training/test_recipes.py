@@ -11,12 +11,14 @@ import pytest
 RECIPES = Path(__file__).parents[2] / "docs" / "recipes"
 CLUSTER = "nodes:\n  - {name: gamma, gpus: 1}\n  - {name: beta, gpus: 2}\n"
 SPEEDS = "gamma: {beta: 0.003}\nbeta: {beta: 0.001}\n"
+USELESS = "gamma: {alpha: 9, beta: 0.003}\nbeta: {beta: 0.001}\n"
 
 
 def run(folder: Path, recipe: str, *options: str) -> dict[int, str]:
     """What each rank reported."""
     (folder / "cluster.yaml").write_text(CLUSTER)
     (folder / "speeds.yaml").write_text(SPEEDS)
+    (folder / "useless.yaml").write_text(USELESS)
     command = [sys.executable, "-m", "ddp_slurm.submit", "--backend", "local", *options, "--", str(RECIPES / recipe)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
@@ -40,6 +42,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     ("recipe", "options", "ranks"),
     [
         ("sampler.py", ["--balance", "speeds.yaml"], 3),
+        ("sampler.py", ["--balance", "useless.yaml"], 3),
         ("lightning_shares.py", ["--balance", "speeds.yaml"], 3),
         ("one_process_a_node.py", ["--ranks", "node"], 2),
     ],
@@ -53,4 +56,7 @@ def test_the_recipe_gives_what_one_process_gives(
         assert f"world={ranks}" in text
         assert parameters(text) == pytest.approx(alone, abs=2e-5)
     if recipe == "sampler.py":
-        assert [int(re.findall(r"seen=(\d+)", found[rank])[0]) for rank in range(3)] == [16 * 150, 48 * 150, 48 * 150]
+        shares = [16, 48, 48] if "speeds.yaml" in options else [0, 56, 56]
+        assert [int(re.findall(r"seen=(\d+)", found[rank])[0]) for rank in range(3)] == [
+            150 * share for share in shares
+        ]

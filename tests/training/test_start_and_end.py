@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddp_slurm.rank_env import LaunchError, RankEnv
+from ddp_slurm.training.precision import Precision
 from ddp_slurm.training.startup_check import RankFacts, check_launch, facts_from_dict, facts_to_dict, find_faults
 
 from .workers import (
@@ -15,6 +16,7 @@ from .workers import (
     fail_after_rank_0_has_left,
     fail_at_three,
     fail_without_collective,
+    gloo_on_a_machine_with_gpus,
     join,
     join_twice,
     meet_and_leave_when_told,
@@ -231,6 +233,11 @@ def test_a_second_job_on_the_same_port_leaves_the_first_alone(tmp_path: Path) ->
         for rank in (0, 1):
             tell(first.pipes[rank], "go")
         assert first.results() == ["left", "left"]
+
+
+def test_gloo_that_is_asked_for_leaves_the_gpus_alone(tmp_path: Path) -> None:
+    found = run_world(tmp_path, (1, 1), gloo_on_a_machine_with_gpus)
+    assert found == [("cpu", 0, Precision("fp32", "cpu"))] * 2
 
 
 def test_rank_0_waits_for_a_late_rank_and_ends_with_its_failure(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -310,6 +311,27 @@ def test_global_batch_of_the_command_line_wins(tmp_path: Path) -> None:
         ) as running:
             assert running.results() == [None, None]
             assert f"finished: step {steps}," in running.log(0)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--lr", "-1"], "argument --lr: '-1' is not a number > 0"),
+        (["--lr", "nan"], "argument --lr: 'nan' is not a number > 0"),
+        (["--clip-norm", "0"], "argument --clip-norm: '0' is not a number > 0"),
+        (["--weight-decay", "-0.1"], "argument --weight-decay: '-0.1' is not a number >= 0"),
+        (["--seed", "18446744073709551616"], "argument --seed: '18446744073709551616' is not a whole number from 0 to"),
+        (["--batch-size", "0"], "argument --batch-size: '0' is not a whole number from 1 to"),
+    ],
+)
+def test_numbers_that_cannot_be_meant(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "1", "1", *words])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "cifar10_example" / "train.py"), run_name="__main__")
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_ranks_need_no_jinja2_no_rich_and_no_torchvision() -> None:

@@ -32,7 +32,7 @@ from ddp_slurm.training import (
 )
 from ddp_slurm.training.data import ResidentTensors
 from ddp_slurm.training.evaluation import evaluate
-from ddp_slurm.training.precision import Precision
+from ddp_slurm.training.precision import Precision, choose_precision
 
 from .worlds import tell
 
@@ -213,6 +213,13 @@ def be_late(pipe: Connection, timeout_seconds: float) -> None:
         dist.barrier()
         if world.rank == 1:
             time.sleep(3)
+
+
+def gloo_on_a_machine_with_gpus(pipe: Connection) -> tuple[str, int, Precision]:
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: 4
+    with init_distributed(backend="gloo") as world:
+        return str(world.device), world.ranks[0].visible_gpus, choose_precision("auto", world.ranks)
 
 
 def join_twice(pipe: Connection) -> tuple[bool, str]:
