@@ -15,6 +15,9 @@ from .hostlist import expand_hostlist
 ENV_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun sets for every process, besides GROUP_RANK for the node."""
 
+INTERACTIVE_STEPS = ("4294967290", "-6")
+"""SLURM_STEP_ID in the shell that salloc starts on the first node (LaunchParameters=use_interactive_step)."""
+
 # Below the kernel's ephemeral ports (32768 on Linux), above the daemons' and clear of torchrun's 29500.
 FIRST_PORT, PORT_COUNT = 10_000, 19_000
 
@@ -51,11 +54,12 @@ class RankEnv:
         # MASTER_ADDR and MASTER_PORT alone are a user's choice for a Slurm step, not a sign of torchrun.
         if any(name in env for name in (*ENV_VARIABLES[:4], "GROUP_RANK")):
             return cls._from_env_variables(env)
-        if "SLURM_STEP_NODELIST" in env:  # a batch shell has SLURM_PROCID=0 too
+        # A batch shell has SLURM_PROCID=0 too, and the shell of salloc is a step of its own.
+        if "SLURM_STEP_NODELIST" in env and env.get("SLURM_STEP_ID") not in INTERACTIVE_STEPS:
             return cls._from_slurm_step(env)
         if "SLURM_JOB_ID" in env:
             raise LaunchError(
-                "not inside an srun step: this process runs in the batch shell of job "
+                "not inside an srun step: this process runs in the shell of job "
                 f"{env['SLURM_JOB_ID']}, so it would wait for ranks that never come. Start it with: "
                 "srun python -m ddp_slurm.run python train.py "
                 "(for a heterogeneous job let ddp-slurm submit write the srun line)"

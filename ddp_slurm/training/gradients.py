@@ -75,6 +75,9 @@ def wrap_model(model: nn.Module, device: torch.device) -> DistributedDataParalle
     keep_buffers: dict[str, Any] = {
         "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False
     }
+    if "forward_sync_buffers" not in known:
+        for buffer in model.buffers():  # the older option leaves out the first synchronisation as well
+            dist.broadcast(buffer, src=0)
     return DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,

@@ -33,7 +33,7 @@ from ddp_slurm.training.records import open_recorder
 from ddp_slurm.training.report import progress_line, rank_table
 
 from .test_start_and_end import FACT
-from .workers import averaged_statistics, cross_entropy, evaluated, make_data, make_model, measured
+from .workers import averaged_statistics, cross_entropy, evaluated, first_buffers, make_data, make_model, measured
 from .worlds import run_world
 
 CPU = torch.device("cpu")
@@ -48,6 +48,11 @@ def test_batchnorm_statistics_are_weighted_by_samples(tmp_path: Path, counts: li
         torch.testing.assert_close(averaged["0.running_var"], torch.full((3,), 10 * mean))
         assert averaged["0.num_batches_tracked"] == 2
         assert own["running_mean"].tolist() == [rank] * 3  # reading the average changes nothing
+
+
+@pytest.mark.parametrize("is_old_torch", [False, True])
+def test_all_ranks_begin_with_the_buffers_of_rank_0(tmp_path: Path, is_old_torch: bool) -> None:
+    assert run_world(tmp_path, (1, 1), first_buffers, is_old_torch) == [[1.0, 1.0]] * 2
 
 
 @pytest.mark.parametrize(("samples", "shares"), [(29, [5, 0, 11]), (2, [1, 1, 1]), (1, [0, 1, 0])])

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from ddp_slurm.training import (
     SnapshotError,
     Trainer,
     calibrate,
+    gradients,
     init_distributed,
     loss_weight,
     no_sample_loss,
@@ -303,6 +305,17 @@ def averaged_statistics(pipe: Connection, counts: list[int]) -> tuple[dict[str, 
         assert torch.equal(norm.running_mean, averaged["0.running_mean"])
         assert statistics.samples == 0
         return averaged, own
+
+
+def first_buffers(pipe: Connection, is_old_torch: bool) -> list[float]:
+    """The buffers after ``wrap_model``, which differ by rank before."""
+    if is_old_torch:  # before 2.13, whose option also skips the first synchronisation; it is still there as an alias
+        gradients.inspect = SimpleNamespace(signature=lambda function: SimpleNamespace(parameters={}))
+    with init_distributed() as world:
+        model = nn.BatchNorm1d(2)
+        model.running_mean.fill_(world.rank + 1)
+        gradients.wrap_model(model, world.device)
+        return model.running_mean.tolist()
 
 
 def evaluated(pipe: Connection, samples: int, shares: list[int]) -> dict[str, float]:

@@ -77,6 +77,18 @@ def test_recorded_batch_shells_are_refused(name, release):
         RankEnv.from_environ(batch)
 
 
+@pytest.mark.parametrize("step_id", ["4294967290", "-6"])
+def test_the_shell_of_salloc_is_refused(step_id):
+    # of 22.05 with use_interactive_step, salloc --nodes=2 --ntasks-per-node=2
+    shell = {
+        "SLURM_JOB_ID": "1", "SLURM_STEP_ID": step_id, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+        "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1", "SLURM_GTIDS": "0", "SLURM_STEP_NODELIST": "a",
+    }  # fmt: skip
+    with pytest.raises(LaunchError, match=r"not inside an srun step.*shell of job 1.*srun python -m"):
+        RankEnv.from_environ(shell)
+    assert RankEnv.from_environ({**shell, "SLURM_STEP_ID": "0"}).world_size == 4
+
+
 def test_outside_any_launcher():
     with pytest.raises(LaunchError, match=r"no launcher.*Start it with"):
         RankEnv.from_environ({"PATH": "/bin", "MASTER_PORT": "1234"})
