@@ -1,5 +1,6 @@
 """``python -m ddp_slurm.submit [OPTIONS] [-- COMMAND ...]``: plan a job and start it; also ``ddp-slurm submit``."""
 
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -86,7 +87,9 @@ def submit(
     if script is not None:
         if backend not in ("auto", "sbatch"):
             raise OptionsError(f"--script writes an sbatch script; it does not go with --backend {backend}")
-        _write_script(plan_request(request), script)
+        if follow:
+            raise OptionsError("--script submits nothing that --follow could wait for; give one of them")
+        _write_script(plan_request(request), script, dry_run=dry_run)
         return
     chosen = _choose(backend, dry_run)
     if chosen == "torchrun" and request.cluster is None and not DEFAULT_CLUSTER.exists():
@@ -166,9 +169,27 @@ def _choose(backend: str, dry_run: bool) -> str:
     return backend
 
 
-def _write_script(plan: Plan, path: Path) -> None:
-    write_whole(path, render_sbatch(with_log_path(plan, make_folder=True)), mode=0o755)
-    console.say(f"wrote {path}: {plan.size}; start it with: sbatch {path}")
+def _write_script(plan: Plan, path: Path, *, dry_run: bool) -> None:
+    if not dry_run:
+        _check_script(path)
+    text = render_sbatch(with_log_path(plan, make_folder=not dry_run))
+    if dry_run:
+        print(text, end="")
+        return
+    write_whole(path, text, mode=0o700)  # values of --env may be secrets
+    console.say(f"wrote {path}: {plan.size}; start it with: {shlex.join(['sbatch', str(path)])}")
+
+
+def _check_script(path: Path) -> None:
+    """Only what an earlier --script made is written over, or an empty file, such as mktemp's."""
+    if str(path) in ("-", "/dev/stdout"):
+        raise OptionsError(f"--script {path} names no file; --dry-run prints the script")
+    if not path.is_file():
+        return
+    with path.open(errors="replace") as file:
+        first, second = file.readline(), file.readline()
+    if first and "Made by ddp-slurm submit" not in second:
+        raise OptionsError(f"--script {path}: the file is there and not made by ddp-slurm; remove it, or name another")
 
 
 def main() -> None:

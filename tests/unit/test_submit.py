@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -59,9 +60,44 @@ def test_script_is_written_whole_and_executable(uneven: Path, submit: Command, h
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert os.access(path, os.X_OK)
     assert [p.name for p in hostile_folder.iterdir()] == ["test.sh"]
+    assert path.stat().st_mode & 0o077 == 0, "values of --env may be secrets"
+    assert f"start it with: {shlex.join(['sbatch', str(path)])}\n" in done.stderr
+    link = hostile_folder / "link"
+    link.symlink_to("test.sh")
+    assert submit("--script", str(link), "--", "other").returncode == 0
+    assert link.is_symlink()
+    assert "command=(other)" in path.read_text()
     done = submit("--script", str(hostile_folder / "no" / "test.sh"), "--", "x")
     assert done.returncode == 2
     assert "cannot be written: No such file or directory" in done.stderr
+
+
+def test_script_writes_over_nothing_of_the_users(uneven: Path, submit: Command, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\n")
+    os.mkfifo(tmp_path / "pipe")
+    for name, words in (
+        ("train.py", "--script train.py: the file is there and not made by ddp-slurm"),
+        ("pipe", "pipe: cannot be written: it is there and no regular file"),
+        ("-", "--script - names no file; --dry-run prints the script"),
+        ("/dev/stdout", "--script /dev/stdout names no file"),
+    ):
+        done = submit("--script", name, "--", "train.py")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert words in done.stderr
+    assert (tmp_path / "train.py").read_text() == "import torch\n"
+    assert (tmp_path / "pipe").is_fifo()
+    (tmp_path / "empty").touch()
+    assert submit("--script", "empty", "--", "train.py").returncode == 0
+
+
+def test_script_with_dry_run_is_printed_and_not_followed(uneven: Path, submit: Command, tmp_path: Path) -> None:
+    done = submit("--script", "s.sh", "--dry-run", "--output", "new/x.out", "--", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("#!/bin/bash\n")
+    assert not {"s.sh", "new"} & {path.name for path in tmp_path.iterdir()}
+    done = submit("--script", "s.sh", "--follow", "--", "train.py")
+    assert done.returncode == 2
+    assert "--script submits nothing that --follow could wait for" in done.stderr
 
 
 def test_job_file_is_under_the_command_line(uneven: Path, submit: Command, tmp_path: Path) -> None:
