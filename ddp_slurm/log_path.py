@@ -37,7 +37,12 @@ def log_path(plan: Plan, job_id: str) -> str | None:
 
 
 def runs_folder(output: str) -> Path:
-    """The folder of the run folders: beside the log, above the first part of its path that holds a pattern."""
+    """The folder of the run folders: beside the log, above the first part of its path that holds a pattern.
+
+    Beside a device such as /dev/null nothing is kept: then it is in the current folder.
+    """
+    if os.path.exists(output) and not os.path.isfile(output):
+        output = "log"
     parts = Path(os.path.abspath(output)).parent.parts
     fixed = next((i for i, part in enumerate(parts) if "%" in part), len(parts))
     return Path(*parts[:fixed]) / RUNS_FOLDER
