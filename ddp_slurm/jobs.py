@@ -29,6 +29,7 @@ from .state import (
     parse_exit_marker,
     read_state,
     settle,
+    told_log,
 )
 
 LOG_SECONDS, STATE_SECONDS = 0.2, 2.0
@@ -52,7 +53,7 @@ class Job:
         if not re.fullmatch(r"[0-9]+(\+[0-9]+)?|[a-z]+-[0-9]{8}T[0-9]{6}-[0-9]+", job_id):
             raise JobError(f"{job_id!r} is not a job id, such as 48 or local-20260131T235900-4711")
         job = cls(leader_of(job_id), None)
-        run = find_run(job.id, beside)
+        run = find_run(job.id, beside, told_log(job.id) if job.is_of_slurm and beside is None else None)
         if run is None and not job.is_of_slurm:
             raise JobError(
                 f"no run {job_id!r} under this folder; go to where it was submitted, or name the folder: --folder DIR"

@@ -90,6 +90,15 @@ class Run:
         text = f"status={status}\nterminated={terminated}\nended={_utc()}\nhost={socket.gethostname()}\nrestarts=0\n"
         write_whole(self.folder / EXIT_MARKER, text)
 
+    def may_log_to(self, path: str | None) -> bool:
+        """Whether that log, as Slurm tells it, can be this run's and not that of a later job of the same number.
+
+        True where either is not known; Slurm tells some patterns as they stand.
+        """
+        if not path or not self.log or "%" in path:
+            return True
+        return os.path.realpath(path) == os.path.realpath(self.log)
+
     def last_look(self) -> JobState | None:
         """The final state that was seen before, None where none was."""
         try:
@@ -99,7 +108,8 @@ class Run:
 
     def remember(self, state: JobState) -> None:
         """Keep a final state that Slurm told: it forgets it soon, and the marker does not know all it says."""
-        if state.is_final and state.source in ("squeue", "scontrol", "sacct") and self.last_look() is None:
+        told = state.source in ("squeue", "scontrol", "sacct") and self.may_log_to(state.log)
+        if state.is_final and told and self.last_look() is None:
             try:
                 write_whole(self.folder / LAST_LOOK, json.dumps(state.as_dict(), indent=1) + "\n")
             except DdpSlurmError:
@@ -310,16 +320,15 @@ def load_run(folder: Path) -> Run:
 
 
 def find_run(job_id: str, beside: Path | None = None, log: str | None = None) -> Run | None:
-    """The run of a job: beside its log where that is known, else under the current directory or one folder below it.
+    """The run of a job: under the current directory, one folder below it, or beside ``log``, which Slurm tells.
 
-    ``beside`` is the folder of the logs, where the user names it.
+    ``beside`` is the folder of the logs, where the user names it. Every new Slurm counts its jobs from 1 again: of
+    several runs it is the one of that log, else the latest.
     """
     if beside is not None:
         places = [beside, beside / RUNS_FOLDER]
     else:
-        places = [Path(RUNS_FOLDER), *sorted(Path().glob(f"*/{RUNS_FOLDER}"))]
+        places = [Path(RUNS_FOLDER), *Path().glob(f"*/{RUNS_FOLDER}")]
         places += [runs_folder(log)] if log else []
-    for place in places:
-        if (place / job_id / RECORD).is_file():
-            return load_run((place / job_id).absolute())
-    return None
+    found = [load_run((place / job_id).absolute()) for place in places if (place / job_id / RECORD).is_file()]
+    return max(found, key=lambda run: (run.may_log_to(log), run.submitted), default=None)

@@ -280,6 +280,11 @@ def read_state(
     return _accounted(job_id, ask) or _left_behind(job_id, exit_marker, last_look) or _unknown(job_id, answer)
 
 
+def told_log(job_id: str, ask: Ask = ask) -> str | None:
+    """The path of a job's log, None where Slurm does not know the job."""
+    return parse_scontrol(ask(["scontrol", "--oneliner", "show", "job", job_id]).out)[1]
+
+
 def _says_unknown(answer: Answer) -> bool:
     return "Invalid job id" in answer.err
 

@@ -4,6 +4,8 @@ import errno
 import io
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -94,6 +96,19 @@ def test_ids_that_are_none(run: Run, tmp_path: Path, stub: Stub) -> None:
     with pytest.raises(JobError, match=r"job 49: Slurm does not know it \(.*Invalid job id"):
         Job.find("49")
     assert Job.find("48+2").id == "48"
+
+
+def test_slurm_tells_which_run_of_a_number_it_is(run: Run, tmp_path: Path, stub: Stub) -> None:
+    other = tmp_path / "a" / RUNS_FOLDER / "48"
+    shutil.copytree(run.folder, other)
+    (other / "run.json").write_text((run.folder / "run.json").read_text().replace("lab-48.out", "a/lab-48.out"))
+    told = (Path(__file__).parent / "job_states/24.11/failed.scontrol").read_text()
+    for folder in (run.folder, other):
+        log = folder.parent.parent / "lab-48.out"
+        stub("scontrol", f"cat <<'END'\n{re.sub('StdOut=.*', f'StdOut={log}', told)}END")
+        found = Job.find("48").run
+        assert found is not None
+        assert found.folder == folder
 
 
 def test_cancel_gives_slurms_words(run: Run, tmp_path: Path, stub: Stub) -> None:
