@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from . import __version__
-from .cluster import Cluster, Node
+from .cluster import Cluster
 from .cluster_yaml import cluster_yaml
 from .console import say
 from .errors import DdpSlurmError
@@ -157,9 +157,9 @@ def keep_run(
 ) -> Run | None:
     """Write the run folder of a job that was just submitted from the current directory.
 
-    ``cluster_file`` is copied; without one cluster.yaml is written from the plan. ``submitted_at`` is the time.time()
-    just before the submission. ``options`` are those to repeat it with, where they are not the plan's. Files that may
-    hold secrets (values of --env) are for the user alone.
+    ``cluster_file`` is copied; without a regular one cluster.yaml is written from the plan. ``submitted_at`` is the
+    time.time() just before the submission. ``options`` are those to repeat it with, where they are not the plan's. The
+    files may hold secrets (in the command, in values of --env), and are for the user alone.
     A fault is said and gives None: the job is on its way, and its id must be printed.
     """
     asked = options or plan.options
@@ -183,13 +183,19 @@ def keep_run(
 
 
 def _write(run: Run, plan: Plan, options: JobOptions, script: str, cluster_file: Path | None) -> None:
+    if cluster_file is not None and not cluster_file.is_file():
+        cluster_file = None  # a pipe, such as of <(...), can be read only once, and was
     cluster = cluster_file.read_text(encoding="utf-8") if cluster_file else _cluster_yaml(plan)
-    write_whole(run.folder / "script.sh", script, 0o600)
-    write_whole(run.folder / "plan.json", _json(plan_as_dict(plan)), 0o600)
-    write_whole(run.folder / "job.yaml", job_yaml(_self_contained(options, run.folder)), 0o600)
-    write_whole(run.folder / "cluster.yaml", cluster)
-    write_whole(run.folder / "versions.json", _json(versions()))
-    write_whole(run.folder / RECORD, _json({k: v for k, v in vars(run).items() if k != "folder"}))
+    files = {
+        "script.sh": script,
+        "plan.json": _json(plan_as_dict(plan)),
+        "job.yaml": job_yaml(_self_contained(options, run.folder)),
+        "cluster.yaml": cluster,
+        "versions.json": _json(versions()),
+        RECORD: _json({k: v for k, v in vars(run).items() if k != "folder"}),
+    }
+    for name, text in files.items():
+        write_whole(run.folder / name, text, 0o600)
 
 
 def _json(values: Any) -> str:
@@ -243,14 +249,15 @@ def _sbatch_text(component: int | None, key: str, value: str | None) -> str:
 
 
 def _cluster_yaml(plan: Plan) -> str:
+    machines = iter(plan.machines)
     nodes = [
-        Node(
-            name, component.gpus, component.cpus_per_task * component.tasks_per_node, component.memory_mb,
-            interface=component.interface, partition=component.partition, constraint=component.constraint,
-            env=component.env,
+        next(machines)._replace(
+            gpus=component.gpus, cpus=component.cpus_per_task * component.tasks_per_node,
+            memory_mb=component.memory_mb, interface=component.interface, partition=component.partition,
+            constraint=component.constraint, env=component.env,
         )
         for component in plan.components
-        for name in component.nodes
+        for _ in component.nodes
     ]  # fmt: skip
     return cluster_yaml(Cluster(plan.cluster_name, tuple(nodes)))
 
@@ -330,5 +337,7 @@ def find_run(job_id: str, beside: Path | None = None, log: str | None = None) ->
     else:
         places = [Path(RUNS_FOLDER), *Path().glob(f"*/{RUNS_FOLDER}")]
         places += [runs_folder(log)] if log else []
-    found = [load_run((place / job_id).absolute()) for place in places if (place / job_id / RECORD).is_file()]
+    # the record of another user's run cannot be read; of a Slurm job Slurm tells much the same
+    folders = [place / job_id for place in places if os.access(place / job_id / RECORD, os.R_OK)]
+    found = [load_run(folder.absolute()) for folder in folders]
     return max(found, key=lambda run: (run.may_log_to(log), run.submitted), default=None)

@@ -87,10 +87,12 @@ def test_a_run_is_kept_and_found(uneven: Path, tmp_path: Path, monkeypatch: pyte
     assert [rank["node"] for rank in ranks] == ["gamma", "beta", "beta", *["alpha"] * 4]
     assert json.loads((run.folder / "versions.json").read_text())["packages"]["ddp_slurm"]
     for path in run.folder.iterdir():
-        assert "secret" not in path.read_text() or stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
     monkeypatch.chdir("/")
     assert find_run("48") is None
     assert find_run("48", log=str(tmp_path / "logs/lab-48.out")) == run
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # another user's
+    assert find_run("48", tmp_path / "logs") is None
 
 
 def test_of_several_runs_of_a_number_it_is_that_of_slurms_log_else_the_latest(
@@ -138,11 +140,13 @@ def test_the_command_to_repeat_submits_the_same_again(
     assert (tmp_path / "second").read_text() == record.read_text()
 
 
-def test_without_a_file_the_cluster_is_written_from_the_plan(uneven: Path, tmp_path: Path) -> None:
-    plan = plan_of(uneven, nodes="beta,gamma")
-    run = keep(plan, tmp_path / RUNS_FOLDER)
+@pytest.mark.parametrize("file", [None, Path("/dev/null")])
+def test_without_a_file_the_cluster_is_written_from_the_plan(uneven: Path, tmp_path: Path, file: Path | None) -> None:
+    uneven.write_text(uneven.read_text() + "    address: 10.0.0.1\nssh: {user: ops}\n")
+    plan = plan_of(uneven, nodes="beta,alpha")
+    run = keep(plan, tmp_path / RUNS_FOLDER, cluster_file=file)
     again = make_plan(Cluster.load(run.folder / "cluster.yaml"), plan.options.replaced(nodes=None))
-    assert again.components == plan.components
+    assert (again.components, again.machines) == (plan.components, plan.machines)
 
 
 def test_an_older_run_of_the_same_number_is_set_aside(uneven: Path, tmp_path: Path) -> None:
