@@ -13,8 +13,19 @@ T = TypeVar("T")
 
 
 def say(text: str) -> None:
-    """A line for the person, on stderr: stdout belongs to what other programs read, such as the job id."""
-    print(text, file=sys.stderr, flush=True)
+    """A line for the person, on stderr: stdout belongs to what other programs read, such as the job id.
+
+    Where nobody reads it any more, what is done goes on, and its exit status stays.
+    """
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        _silence(2)
+
+
+def _silence(stream: int) -> None:
+    """Send a stream that cannot be written to nowhere, so that the flush at exit does not fail, too."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
@@ -26,6 +37,13 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
         self.set_defaults(parser=self)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuses here what it does not know: only this parser knows what the person may have meant."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.refuse(unknown)
+        return known, []
 
     def error(self, message: str) -> NoReturn:
         say(f"error: {message}")
@@ -65,18 +83,14 @@ def typed(read: Reader[T]) -> Callable[[str], T]:
 
 
 def run(parser: Parser) -> None:
-    """Run the command that was typed, and exit. A DdpSlurmError becomes its text on stderr and its exit status."""
-    namespace, unknown = parser.parse_known_args()
-    arguments = vars(namespace)
-    chosen: Parser = arguments.pop("parser")
-    function = arguments.pop("function", None)
-    if unknown:
-        chosen.refuse(unknown)
-    if function is None:
-        chosen.print_help(sys.stderr)
-        sys.exit(2)
+    """Run the command that was typed, and exit. A fault of the user or the machine becomes its text on stderr and its
+    exit status."""
+    _open_closed_streams()
     try:
-        function(**arguments)
+        try:
+            _run(parser)
+        finally:
+            sys.stdout.flush()
     except DdpSlurmError as fault:
         for line in str(fault).splitlines():
             say(f"error: {line}")
@@ -84,5 +98,41 @@ def run(parser: Parser) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit stays silent
+        _silence(1)
         sys.exit(141)
+    except OSError as fault:
+        _silence(1)
+        say(f"error: {_os_fault(fault)}")
+        sys.exit(2)
+    except UnicodeEncodeError as fault:
+        say(f"error: {_unwritable(fault)}")
+        sys.exit(2)
+
+
+def _run(parser: Parser) -> None:
+    arguments = vars(parser.parse_args())
+    chosen: Parser = arguments.pop("parser")
+    function = arguments.pop("function", None)
+    if function is None:
+        chosen.print_help(sys.stderr)
+        sys.exit(2)
+    function(**arguments)
+
+
+def _open_closed_streams() -> None:
+    """``>&-`` closes a stream, and the next file that is opened would get its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))  # the lowest free number, its own
+
+
+def _os_fault(fault: OSError) -> str:
+    if isinstance(fault, FileNotFoundError) and fault.filename is None:  # os.getcwd()
+        return "the current folder is gone; go to one that is there"
+    return ": ".join(str(part) for part in (fault.filename, fault.strerror) if part) or repr(fault)
+
+
+def _unwritable(fault: UnicodeEncodeError) -> str:
+    """Names the line: the character alone, an undecodable byte of a file's name for example, says little."""
+    line = fault.object[: fault.start].rpartition("\n")[2] + fault.object[fault.start :].partition("\n")[0]
+    return f"{line!a}: {fault.object[fault.start]!a} cannot be written as {fault.encoding}"

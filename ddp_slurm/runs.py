@@ -177,7 +177,7 @@ def keep_run(
         )  # fmt: skip
         _write(run, plan, asked, script, cluster_file)
         return run
-    except (DdpSlurmError, OSError, UnicodeDecodeError) as fault:
+    except (DdpSlurmError, OSError, UnicodeError) as fault:
         say(f"job {job_id} is not kept in {runs}: {fault}")
         return None
 

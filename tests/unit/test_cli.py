@@ -1,7 +1,9 @@
 """``ddp-slurm`` itself: what is typed wrong is a message and status 2, and every command has its help."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +23,7 @@ def cli(*words: str) -> "subprocess.CompletedProcess[str]":
         ("status", "the following arguments are required: JOBID"),
         ("status 48 --jsn", "no such option: --jsn; did you mean '--json'?"),
         ("status 48 --js", "no such option: --js; did you mean '--json'?"),  # an abbreviation is refused, too
+        ("--foo plan", "no such option: --foo; known are --help, --version, -h"),
         ("cancel 48 49", "unexpected '49'"),
         ("logs 48 --rank x", "argument --rank: 'x' is not a whole number, such as 4"),
         ("logs 48 --rank=-1", "argument --rank: '-1' is not a whole number, such as 4"),
@@ -34,6 +37,31 @@ def test_what_is_typed_wrong(typed: str, words: str) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+STREAMS = {
+    "full": ("ddp plan >/dev/full", 2, "error: No space left on device\n"),
+    "closed": ("ddp plan >&-", 0, ""),
+    "all closed": ("ddp plan <&- >&- 2>&-", 0, ""),
+    "a message without a reader": ("ddp status x 2> >(exec true)", 2, ""),
+    "a message without a stream": ("ddp status x 2>&-", 2, ""),
+    "no current folder": ("mkdir x; cd x; rmdir ../x; ddp submit --backend sbatch --dry-run --cluster $OLDPWD/cluster.yaml x",
+                          2, "error: the current folder is gone; go to one that is there\n"),
+    "not UTF-8": ("ddp submit --script s.sh caf$'\\xe9'.py", 2,
+                  """error: "command=(python3 'caf\\udce9.py')": '\\udce9' cannot be written as utf-8\n"""),
+    "not ASCII": ("ddp submit --backend sbatch --dry-run --name \u00f6 x", 2,
+                  """error: '#SBATCH --job-name="\\xf6"': '\\xf6' cannot be written as ascii\n"""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STREAMS)
+def test_streams_and_names_that_cannot_be_written(case: str, uneven: Path) -> None:
+    line, status, said = STREAMS[case]
+    env = {**os.environ, "PYTHONIOENCODING": "ascii" if case == "not ASCII" else "utf-8"}
+    env.pop("PYTHONUNBUFFERED", None)  # what is left in the buffer is written at exit
+    shell = f"ddp() {{ '{sys.executable}' -m ddp_slurm.cli \"$@\"; }}; {line}"
+    done = subprocess.run(["bash", "-c", shell], cwd=uneven.parent, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr, done.stdout) == (status, said, "")
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,13 @@ def test_logs(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
         jobs.logs("48", rank=7)
 
 
+def test_a_log_that_cannot_be_read_is_named(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "lab-48.out").unlink()
+    (tmp_path / "lab-48.out").mkdir()
+    done = cli("logs", "48", path=tmp_path)
+    assert (done.returncode, done.stderr) == (2, f"error: {tmp_path}/lab-48.out: Is a directory\n")
+
+
 def test_ids_that_are_none(run: Run, tmp_path: Path, stub: Stub) -> None:
     stub("squeue", "exit 0")
     stub("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
