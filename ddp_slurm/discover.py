@@ -54,8 +54,9 @@ def _scontrol(*arguments: str) -> str:
     command = ["scontrol", *arguments]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, env=clean_environ(os.environ)
-        )
+            command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS,
+            env=clean_environ(os.environ),
+        )  # fmt: skip
     except FileNotFoundError:
         raise DiscoverError(
             "no cluster.yaml and no scontrol on PATH: write a cluster.yaml, or go to a login node of the cluster"

@@ -37,11 +37,11 @@ def submit(script: str) -> str:
     if not is_available():
         raise SubmitError("no sbatch on PATH: is this a login node of the cluster? Without Slurm use --backend local")
     result = subprocess.run(
-        ["sbatch", "--parsable"], input=script, capture_output=True, text=True, env=clean_environ(os.environ)
+        ["sbatch", "--parsable"], input=script.encode(), capture_output=True, env=clean_environ(os.environ)
     )
-    job_id = result.stdout.strip().partition(";")[0]  # "48;cluster" where there are several clusters
+    # not text=True: with errors="replace" the script would be changed as well
+    out, err = (text.decode(errors="replace").strip() for text in (result.stdout, result.stderr))
+    job_id = out.partition(";")[0]  # "48;cluster" where there are several clusters
     if result.returncode or not job_id.isdigit():
-        raise SubmitError(
-            f"sbatch refused the job: {result.stderr.strip() or result.stdout.strip() or 'no reason given'}"
-        )
+        raise SubmitError(f"sbatch refused the job: {err or out or 'no reason given'}")
     return job_id

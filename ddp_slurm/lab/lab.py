@@ -217,7 +217,7 @@ class Lab:
 
     def status(self) -> dict[str, str]:
         """Slurm's state of each node, in the order of the cluster: ``{"gamma": "IDLE", "beta": "IDLE+DRAIN"}``."""
-        done = self.run(["scontrol", "-o", "show", "node"], capture_output=True, text=True)
+        done = self.run(["scontrol", "-o", "show", "node"], capture_output=True, text=True, errors="replace")
         if done.returncode:
             raise LabError(f"lab {self.name!r}: slurmctld does not answer: {(done.stderr or done.stdout).strip()}")
         states = dict(re.findall(r"^NodeName=(\S+) .*? State=(\S+)", done.stdout, re.MULTILINE))

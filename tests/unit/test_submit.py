@@ -38,7 +38,7 @@ def test_several_clusters_id_and_a_refusal(uneven: Path, submit: Command, stub: 
     stub("sbatch", SBATCH + "\n")
     record = {"RECORD": str(tmp_path / "script")}
     assert submit("--", "x", env={**record, "STUB_SAYS": "48;north"}).stdout == "48\n"
-    stub("sbatch", "echo 'sbatch: error: Invalid generic resource (gres) specification' >&2; exit 1")
+    stub("sbatch", "echo $'sbatch: error: Invalid generic resource (gres) sp\\xe9cification' >&2; exit 1")
     done = submit("--", "x", env=record)
     assert (done.returncode, done.stdout) == (2, "")
     assert "error: sbatch refused the job: sbatch: error: Invalid generic resource" in done.stderr
