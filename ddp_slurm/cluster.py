@@ -45,7 +45,7 @@ class Ssh(Schema):
     """How to reach a node by ssh; ~/.ssh/config holds for what is not said."""
 
     user: str | None = key(fields.user_name, None)
-    port: int | None = key(fields.positive_number, None)
+    port: int | None = key(fields.port, None)
     identity: str | None = key(fields.filled_text, None)
 
 

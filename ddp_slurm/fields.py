@@ -88,6 +88,13 @@ def positive_number(value: Any) -> int:
     return number
 
 
+def port(value: Any) -> int:
+    number = positive_number(value)
+    if number > 65535:
+        raise ValueError(f"{number} is not a port; the highest is 65535")
+    return number
+
+
 def seconds(value: Any) -> float:
     """A time >= 0, such as 0.004 or 4e-3."""
     if isinstance(value, str) and re.fullmatch(r"[0-9]*\.?[0-9]+([eE]-?[0-9]{1,2})?", value):

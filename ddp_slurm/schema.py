@@ -31,7 +31,7 @@ def fault_text(path: KeyPath, message: str) -> str:
     """``nodes[0].gpus.type: 'a b' is not ...``."""
     text = ""
     for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        text += f"[{part}]" if isinstance(part, int) else f"{'.' if text else ''}{part or repr(part)}"
     return f"{text}: {message}" if text else message
 
 

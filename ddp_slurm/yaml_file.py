@@ -52,9 +52,13 @@ def load_yaml(path: Path, error: type[DdpSlurmError]) -> YamlFile:
         raise error(f"{path}:{line}: not valid YAML: {fault.problem or fault.context}") from None
     except (yaml.YAMLError, ValueError) as fault:
         raise error(f"{path}: not valid YAML: {str(fault).splitlines()[0]}") from None
+    if node is None:
+        raise error(f"{path}: the file is empty; a YAML file with keys was expected")
     file = YamlFile(path, None)
-    if node is not None:
+    try:
         file.data = _Converter(file, error).convert(node, ())
+    except RecursionError:
+        raise error(f"{path}: its lists and mappings are nested too deep") from None
     return file
 
 
