@@ -125,6 +125,8 @@ def render_configs(
 def _check(cluster: Cluster, health_check: str | None) -> None:
     faults = []
     for node in cluster.nodes:
+        if node.gpu_count > FIRST_RENDER_MINOR:
+            faults.append(f"node {node.name!r} has {node.gpu_count} GPUs; a node can have at most {FIRST_RENDER_MINOR}")
         missing = [
             key for key, there in (("cpus", node.cpus or _topology(node)), ("memory", node.memory_mb)) if not there
         ]

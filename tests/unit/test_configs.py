@@ -232,6 +232,7 @@ def test_slurmdbd_and_the_database_go_together(cluster: Cluster) -> None:
     [
         (("cpus: 8, memory: 30G, features", "features"), "node 'gamma' has no cpus and no memory"),
         (("cores_per_socket: 8", "cores_per_socket: 9"), "2 sockets * 9 cores_per_socket * 2 threads_per_core = 36"),
+        (("gpus: 2, cpus", "gpus: 129, cpus"), "node 'beta' has 129 GPUs; a node can have at most 128"),
         (("partition: big", "partition: default"), "node 'alpha': a partition cannot be called 'default'"),
         (("name: login", "name: DEFAULT"), "node 'DEFAULT': a node cannot be called 'DEFAULT'"),
     ],
