@@ -1,7 +1,7 @@
 """Where a job's log lies, and beside it the folders of what was submitted."""
 
-import getpass
 import os
+import pwd
 import re
 from pathlib import Path
 
@@ -49,7 +49,8 @@ def runs_folder(output: str) -> Path:
 
 
 def user_name() -> str:
+    """Of the uid, as Slurm has it: the variables are another user's after a plain ``su``."""
     try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a bare uid, as in some containers
-        return str(os.getuid())
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:  # a bare uid, as in some containers
+        return str(os.geteuid())

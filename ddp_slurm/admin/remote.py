@@ -5,7 +5,6 @@ standard input: an argument is readable by every user of the node for as long as
 """
 
 import os
-import pwd
 import shlex
 import socket
 import subprocess
@@ -17,6 +16,7 @@ from typing import Protocol, TypeVar
 from ddp_slurm.cluster import Node
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.fields import CONTROL_CHARACTERS
+from ddp_slurm.log_path import user_name
 
 CONNECT_TIMEOUT_SECONDS = 10
 MAX_CONNECTIONS = 16
@@ -133,7 +133,7 @@ def on_all(nodes: Iterable[Node], ask: Callable[[Node], Answer]) -> dict[str, An
 
 def is_local(node: Node) -> bool:
     """Whether the node is this machine, reached as the user who runs this."""
-    if node.ssh.user not in (None, pwd.getpwuid(os.geteuid()).pw_name):
+    if node.ssh.user not in (None, user_name()):
         return False
     if node.address is None:
         here = socket.gethostname()

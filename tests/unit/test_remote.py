@@ -97,9 +97,12 @@ def test_this_machine_needs_no_ssh(stub_ssh: Path) -> None:
     assert not stub_ssh.exists()
 
 
-def test_another_user_here_goes_through_ssh() -> None:
+def test_another_user_here_goes_through_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGNAME", "somebody_else")  # what a plain su leaves
     assert not remote.is_local(Node("x", address="127.0.0.1", ssh=Ssh(user="somebody_else")))
     assert not remote.is_local(Node("elsewhere"))
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # a bare uid, as in some containers
+    assert not remote.is_local(Node("x", address="127.0.0.1", ssh=Ssh(user="somebody_else")))
     assert not remote.is_local(Node("x", address="192.0.2.77"))
 
 

@@ -1,9 +1,9 @@
 """The run folder: what was submitted, read again and repeated."""
 
-import getpass
 import json
 import os
 import platform
+import pwd
 import re
 import shutil
 import socket
@@ -236,7 +236,7 @@ def test_versions(program: str, said: str | None, stub: Stub, monkeypatch: pytes
     assert set(found.pop("packages")) == {"ddp_slurm", *(name for name in kept if find_spec(name))}
     assert found == {
         "python": platform.python_version(), "interpreter": sys.executable, "platform": platform.platform(),
-        "host": socket.gethostname(), "user": getpass.getuser(),
+        "host": socket.gethostname(), "user": pwd.getpwuid(os.geteuid()).pw_name,
     }  # fmt: skip
 
 
