@@ -75,7 +75,10 @@ class Run:
     @property
     def plan(self) -> dict[str, Any]:
         """plan.json: ``world_size``, ``components``, ``ranks`` (each with ``rank``, ``node``, ``local_rank``, ...)."""
-        return dict(_read_json(self.folder / "plan.json"))
+        plan = _read_json(self.folder / "plan.json")
+        if not isinstance(plan, dict) or not {"world_size", "ranks", "launcher"} <= plan.keys():
+            raise RunError(f"{self.folder / 'plan.json'}: not the plan of a run")
+        return plan
 
     def exit_marker(self) -> str | None:
         """The text of the marker, None as long as there is none."""

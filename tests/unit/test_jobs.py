@@ -21,7 +21,7 @@ from ddp_slurm.jobs import Job, JobError, follow, process_start, status_text
 from ddp_slurm.log_path import RUNS_FOLDER
 from ddp_slurm.options import JobOptions
 from ddp_slurm.plan import make_plan
-from ddp_slurm.runs import Run, keep_run
+from ddp_slurm.runs import Run, RunError, keep_run
 from ddp_slurm.state import ComponentState, JobState, Patience, StateError
 
 from ..processes import running
@@ -82,6 +82,9 @@ def test_logs(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "0: a\n4: b\nsrun: error: x\n4: c\n"
     with pytest.raises(JobError, match="--rank 7: job 48 has the ranks 0 to 6"):
         jobs.logs("48", rank=7)
+    (run.folder / "plan.json").write_text("{}")
+    with pytest.raises(RunError, match=r"48/plan\.json: not the plan of a run"):
+        jobs.logs("48", rank=1)
 
 
 def test_a_log_that_cannot_be_read_is_named(run: Run, tmp_path: Path) -> None:
