@@ -29,7 +29,9 @@ def add_commands(commands: Commands) -> None:
         elif function in (exec_, kill, revive):
             command.add_argument("node", metavar="NODE")
         if function is exec_:
-            command.add_argument("command", nargs="...", metavar="COMMAND", help="with its arguments")
+            command.add_argument(
+                "command", nargs="...", metavar="COMMAND", help="with its arguments; options stand before NODE"
+            )
 
 
 def up(cluster: Path, name: str, slurm_root: Path | None) -> None:
@@ -58,6 +60,8 @@ def exec_(node: str, command: list[str], name: str) -> None:
     words = command[1:] if command[:1] == ["--"] else command
     if not words:
         raise LabError(f"no command: what is to run on {node}?")
+    if command[0] != "--" and command[0].startswith("-"):
+        raise LabError(f"{command[0]!r} stands where the command begins; options of lab exec stand before {node}")
     lab = Lab.find(name)
     argv = lab.inside(lab.node(node), words)
     os.execvpe(argv[0], argv, with_system_programs({**os.environ, **lab.environ}))

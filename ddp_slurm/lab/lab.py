@@ -59,6 +59,8 @@ class Lab:
         check_name(name)
         if len(cluster.nodes) > network.MAX_NODES:
             raise LabError(f"{len(cluster.nodes)} nodes are too many for one machine; at most {network.MAX_NODES}")
+        if any(node.name == "localhost" for node in cluster.nodes):
+            raise LabError("a node of a lab cannot be called 'localhost': to each of its hosts that is itself")
         lab = cls._reserve(cluster, name, Path(slurm_root).resolve() if slurm_root else None)
         try:
             lab._start(cluster)

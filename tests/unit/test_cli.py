@@ -30,6 +30,10 @@ def cli(*words: str) -> "subprocess.CompletedProcess[str]":
         ("doctor --via rsh", "argument --via: invalid choice: 'rsh'"),
         ("cluster configs --outptu x", "no such option: --outptu; did you mean '--output'?"),
         ("lab exec alpha", "no command: what is to run on alpha?"),
+        (
+            "lab exec alpha --name x ls",
+            "'--name' stands where the command begins; options of lab exec stand before alpha",
+        ),
     ],
 )
 def test_what_is_typed_wrong(typed: str, words: str) -> None:

@@ -1,11 +1,12 @@
-"""Roots of other Slurm releases: made once, whole or not at all, and a reason where one cannot be had."""
+"""Roots of other Slurm releases: made once, whole or not at all, and a reason where one cannot be had; names of nodes."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from ddp_slurm.lab import releases
+from ddp_slurm.cluster import Cluster, Node
+from ddp_slurm.lab import Lab, LabError, lab, releases
 from ddp_slurm.lab.releases import ReleaseNotAvailable, slurm_root
 
 MAKES_A_ROOT = (
@@ -59,3 +60,10 @@ def test_only_root_can_make_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(releases.os, "geteuid", lambda: 1000)
     with pytest.raises(ReleaseNotAvailable, match="this is not root"):
         slurm_root("24.11")
+
+
+def test_no_node_is_called_localhost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lab, "check_machine", lambda slurm_root: None)
+    monkeypatch.setattr(Lab, "_reserve", {}.__getitem__)  # nothing is made
+    with pytest.raises(LabError, match="a node of a lab cannot be called 'localhost'"):
+        Lab.up(Cluster("x", (Node("localhost"),)))
