@@ -342,5 +342,5 @@ def find_run(job_id: str, beside: Path | None = None, log: str | None = None) ->
         places += [runs_folder(log)] if log else []
     # the record of another user's run cannot be read; of a Slurm job Slurm tells much the same
     folders = [place / job_id for place in places if os.access(place / job_id / RECORD, os.R_OK)]
-    found = [load_run(folder.absolute()) for folder in folders]
-    return max(found, key=lambda run: (run.may_log_to(log), run.submitted), default=None)
+    found = [run for run in (load_run(folder.absolute()) for folder in folders) if run.may_log_to(log)]
+    return max(found, key=lambda run: run.submitted, default=None)

@@ -176,7 +176,8 @@ def _write_script(plan: Plan, path: Path, *, dry_run: bool) -> None:
     if dry_run:
         print(text, end="")
         return
-    write_whole(path, text, mode=0o700)  # values of --env may be secrets
+    has_values = plan.options.env or any(component.env for component in plan.components)
+    write_whole(path, text, mode=0o700 if has_values else 0o755)  # the values may be secrets
     console.say(f"wrote {path}: {plan.size}; start it with: {shlex.join(['sbatch', str(path)])}")
 
 

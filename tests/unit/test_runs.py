@@ -102,10 +102,11 @@ def test_of_several_runs_of_a_number_it_is_that_of_slurms_log_else_the_latest(
     for name, month in (("a", "01"), ("b", "03"), ("c", "02")):
         monkeypatch.setattr("ddp_slurm.runs._utc", lambda month=month: f"2026-{month}-01T00:00:00Z")
         keep(plan_of(uneven, output=f"{name}/%j.out"), tmp_path / name / RUNS_FOLDER)
-    for log, name in ((None, "b"), (f"{tmp_path}/a/48.out", "a"), (f"{tmp_path}/a/%x.out", "b"), ("/elsewhere", "b")):
+    for log, name in ((None, "b"), (f"{tmp_path}/a/48.out", "a"), (f"{tmp_path}/a/%x.out", "b")):
         run = find_run("48", log=log)
         assert run is not None
         assert run.log == f"{tmp_path}/{name}/48.out"
+    assert find_run("48", log="/elsewhere") is None
     run.remember(JobState("48", "FAILED", "scontrol", log="/elsewhere"))
     assert run.last_look() is None, "that is another job of the same number"
 

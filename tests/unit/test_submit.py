@@ -60,11 +60,12 @@ def test_script_is_written_whole_and_executable(uneven: Path, submit: Command, h
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert os.access(path, os.X_OK)
     assert [p.name for p in hostile_folder.iterdir()] == ["test.sh"]
-    assert path.stat().st_mode & 0o077 == 0, "values of --env may be secrets"
+    assert path.stat().st_mode & 0o777 == 0o755
     assert f"start it with: {shlex.join(['sbatch', str(path)])}\n" in done.stderr
     link = hostile_folder / "link"
     link.symlink_to("test.sh")
-    assert submit("--script", str(link), "--", "other").returncode == 0
+    assert submit("--script", str(link), "--env", "A=secret", "--", "other").returncode == 0
+    assert path.stat().st_mode & 0o777 == 0o700
     assert link.is_symlink()
     assert "command=(other)" in path.read_text()
     done = submit("--script", str(hostile_folder / "no" / "test.sh"), "--", "x")
