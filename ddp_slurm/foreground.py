@@ -6,7 +6,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,17 +29,19 @@ def run_and_keep(
     """
     kept = _keep(plan, backend, script, cluster_file)
     if kept is None or kept.log is None:
-        return run(plan)
+        with _copied_into(os.devnull):
+            return run(plan)
     say(f"run {kept.job_id}, kept in {os.path.relpath(kept.folder)}")
     status = 1
     try:
-        with open(kept.log, "ab") as log, _copied_into(log):
+        with _copied_into(kept.log):
             status = run(plan)
     except DdpSlurmError as fault:
         status = fault.exit_status
         raise
     finally:
-        kept.leave_exit_marker(status)
+        with suppress(DdpSlurmError):  # a disk that is full must not change the ranks' exit status
+            kept.leave_exit_marker(status)
     return status
 
 
@@ -56,7 +58,8 @@ def _keep(plan: Plan, backend: str, script: str, cluster_file: Path | None) -> R
 
 
 class _Copier(io.RawIOBase):
-    """Writes to a terminal or pipe, and to the log first: a reader that went away must not cost the log."""
+    """Writes to a terminal or pipe, and to the log first. Neither must cost the other, or end the training: the
+    terminal may go away, and a disk may be full."""
 
     def __init__(self, terminal: BinaryIO, log: BinaryIO) -> None:
         self._terminal, self._log = terminal, log
@@ -65,22 +68,39 @@ class _Copier(io.RawIOBase):
         return True
 
     def write(self, text: bytes, /) -> int:  # type: ignore[override]
-        self._log.write(text)
-        self._log.flush()
-        self._terminal.write(text)
-        self._terminal.flush()
+        fault = _write_or_give_up(self._log, text)
+        if fault:
+            text += f"the log {self._log.name} cannot be written: {fault}; the run goes on without it\n".encode()
+        _write_or_give_up(self._terminal, text)
         return len(text)
 
 
-@contextmanager
-def _copied_into(log: BinaryIO) -> Iterator[None]:
-    """Both standard streams of this process are copied into the log."""
-    streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (
-        io.TextIOWrapper(_Copier(stream.buffer, log), write_through=True)  # type: ignore[type-var]
-        for stream in streams
-    )
+def _write_or_give_up(file: BinaryIO, text: bytes) -> str | None:
+    """Returns why the file cannot be written; what is still written to it then goes nowhere."""
     try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = streams
+        file.write(text)
+        file.flush()
+    except OSError as fault:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), file.fileno())
+        return fault.strerror
+    return None
+
+
+@contextmanager
+def _copied_into(path: str) -> Iterator[None]:
+    """Both standard streams of this process are copied into the log. Raises DdpSlurmError where there can be none."""
+    try:
+        log = open(path, "ab")  # noqa: SIM115 # closed below
+    except OSError as fault:
+        raise DdpSlurmError(f"--output: {path}: cannot be written: {fault.strerror}") from None
+    streams = sys.stdout, sys.stderr
+    with log:
+        sys.stdout, sys.stderr = (
+            io.TextIOWrapper(_Copier(stream.buffer, log), write_through=True)  # type: ignore[type-var]
+            for stream in streams
+        )
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = streams

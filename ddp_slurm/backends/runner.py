@@ -159,7 +159,7 @@ async def _pump(source: asyncio.StreamReader, sink: BinaryIO, label: bytes) -> N
 
 
 def _write(sink: BinaryIO, text: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError):  # "| head": the training goes on
+    with contextlib.suppress(OSError):  # "| head", a closed terminal, a full disk: the training goes on
         sink.write(text)
         sink.flush()
 

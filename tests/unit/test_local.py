@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -235,18 +235,50 @@ def test_interrupted_nothing_is_left(
         launcher.stdout.read()  # ends when the last rank has closed it
 
 
-def test_a_reader_that_goes_away_ends_nothing(uneven: Path, tmp_path: Path) -> None:
-    (tmp_path / "rank.py").write_text("for i in range(100): print(i, flush=True)")
-    command = [sys.executable, "-m", "ddp_slurm.submit", "--backend", "local", "--gpus", "1", "--", "rank.py"]
+TALKS = "for i in range(30_000): print(i, flush=i < 100)"
+"""More than a pipe holds: a rank that nobody reads would hang."""
+
+
+def closed_pipe() -> int:
     reader, writer = os.pipe()
     os.close(reader)
+    return writer
+
+
+def closed_terminal() -> int:
+    controller, terminal = os.openpty()
+    os.close(controller)
+    return terminal
+
+
+def full_disk() -> int:
+    return os.open("/dev/full", os.O_WRONLY)
+
+
+@pytest.mark.parametrize("output", [closed_pipe, closed_terminal, full_disk])
+def test_an_output_that_cannot_be_written_ends_nothing(uneven: Path, tmp_path: Path, output: Callable[[], int]) -> None:
+    (tmp_path / "rank.py").write_text(TALKS)
+    command = [sys.executable, "-m", "ddp_slurm.submit", "--backend", "local", "--gpus", "1", "--", "rank.py"]
+    writer = output()
     try:
         done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
     finally:
         os.close(writer)
     assert done.returncode == 0, done.stderr
     (log,) = tmp_path.glob("ddp_slurm_runs/*/log")
-    assert log.read_text().splitlines()[-1] == "[0 gamma] 99"
+    assert log.read_text().splitlines()[-1] == "[0 gamma] 29999"
+    assert (log.parent / "exit").read_text().startswith("status=0\n")
+
+
+def test_a_log_that_cannot_be_written_ends_nothing_and_is_said_once(
+    uneven: Path, submit: Command, tmp_path: Path
+) -> None:
+    (tmp_path / "rank.py").write_text(f"{TALKS}\nimport sys; sys.exit(3)")
+    (tmp_path / "log").symlink_to("/dev/full")
+    done = submit("--backend", "local", "--gpus", "1", "--output", "log", "--", "rank.py")
+    assert done.returncode == 3
+    assert (done.stdout + done.stderr).count("log cannot be written: No space left on device") == 1
+    assert done.stdout.endswith("[0 gamma] 29999\n")
 
 
 def test_a_rank_killed_by_a_signal(uneven: Path, submit: Command, tmp_path: Path) -> None:
