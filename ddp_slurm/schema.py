@@ -70,7 +70,7 @@ class Schema:
     given: frozenset[str]
     """The keys that were written, in the fields' spelling."""
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, /, **values: Any) -> None:
         """Raises Invalid with all faults of the values."""
         keys = keys_of(type(self))
         written: dict[str, str] = {}

@@ -45,6 +45,7 @@ def test_values_defaults_and_what_was_given() -> None:
         ({"nmae": "x", "inner": [{}, {"low": "0"}]},
          ["nmae: unknown key; did you mean 'name'?", "inner[0].low: missing",
           "inner[1].low: 0 is too few; it must be 1 or more"]),
+        ({"self": "x"}, ["self: unknown key; known are inner, name, table, two-words, two_words"]),
         ({"two_word": "x"}, ["two_word: unknown key; did you mean 'two_words'?"]),
         ({"two-word": "x"}, ["two-word: unknown key; did you mean 'two-words'?"]),
         ({"two-words": "x", "two_words": "y"}, ["two_words: the key stands twice, also as 'two-words'"]),
