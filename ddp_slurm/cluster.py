@@ -1,5 +1,6 @@
 """The machines: what cluster.yaml says, checked and immutable. No Slurm call and no torch here."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,12 +33,34 @@ class GpuModel(Schema):
 
 def _gpu_models(value: Any) -> tuple[GpuModel, ...]:
     """``4``, one mapping or a list of mappings; a node may hold cards of several models."""
+    if isinstance(value, str) and (typed := re.fullmatch(r"(?:gpu:)?(?!gpu:)([^\s:,]+):([0-9]+)", value)):
+        raise ValueError(f"{value!r} is Slurm's way; write {{type: {typed[1]}, count: {typed[2]}}}")
     if isinstance(value, dict):
         value = [] if str(value.get("count", "1")) == "0" else [value]
     if not isinstance(value, list | tuple):
         count = fields.whole_number(value)
         value = [{"count": count}] if count else []
-    return tuple_of(GpuModel.read)(value)
+    if {} in value:
+        raise ValueError("a mapping without keys; write {type: TYPE, count: N}, or a number")
+    return _each_type_once(tuple_of(GpuModel.read)(value))
+
+
+def _each_type_once(models: tuple[GpuModel, ...]) -> tuple[GpuModel, ...]:
+    """Of two ``gpu:a:N`` in one gres Slurm takes the last; beside a typed one it refuses ``gpu:N``."""
+    by_type: dict[str | None, list[GpuModel]] = {}
+    for model in models:
+        by_type.setdefault(model.type, []).append(model)
+    if len(by_type) > 1 and None in by_type:
+        raise ValueError("GPUs with a type stand beside some without; give all of the node's a type, or none")
+    return tuple(same[0] if len(same) == 1 else _joined(same) for same in by_type.values())
+
+
+def _joined(same: list[GpuModel]) -> GpuModel:
+    minors = [number for model in same for number in model.minors or ()]
+    count = sum(model.count for model in same)
+    if minors and len(set(minors)) != count:
+        raise ValueError(f"type {same[0].type}: minors {minors} are not {count} different numbers, one for each GPU")
+    return GpuModel(type=same[0].type, count=count, minors=minors or None)
 
 
 @dataclass(frozen=True, init=False)

@@ -44,6 +44,14 @@ nodes:
     assert cluster.nodes[-1].gpus[0].minors == (0, 3)
 
 
+def test_cards_of_one_type_are_one_gres(tmp_path: Path) -> None:
+    """Of two ``gpu:a:N`` Slurm takes the last: ranks would share GPUs."""
+    text = "nodes:\n  - {name: a, gpus: [{type: a, count: 2}, {type: b}, {type: a, count: 2}]}\n"
+    text += "  - {name: b, gpus: [{count: 2, minors: [4, 1]}, {minors: [0]}]}\n"
+    assert [n.gres for n in load(tmp_path, text).nodes] == ["gpu:a:4,gpu:b:1", "gpu:3"]
+    assert load(tmp_path, text).nodes[1].gpus[0].minors == (4, 1, 0)
+
+
 @pytest.mark.parametrize("text", ["0123", "1_000", "no", "yes", "12e3", "null", "0x1f", "1.10", "22-05"])
 def test_unquoted_scalars_keep_their_text(tmp_path: Path, text: str) -> None:
     cluster = load(
@@ -95,6 +103,13 @@ BAD = {
     "cpus in words": (NODE + "    cpus: many\n", "cluster.yaml:4: nodes[0].cpus: 'many' is not a whole number"),
     "cpus 1_0": (NODE + "    cpus: 1_0\n", "'1_0' is not a whole number"),
     "minors": ("nodes:\n  - {name: a, gpus: {count: 2, minors: [1, 1]}}\n", "[1, 1] are not 2 different numbers"),
+    "minors of some": (
+        "nodes:\n  - {name: a, gpus: [{type: x, minors: [1]}, {type: x, count: 2}]}\n",
+        "cluster.yaml:2: nodes[0].gpus: type x: minors [1] are not 3 different numbers",
+    ),
+    "types of some": ("nodes:\n  - {name: a, gpus: [{type: x}, {count: 2}]}\n", "give all of the node's a type, or none"),
+    "gpus without keys": ("nodes:\n  - {name: a, gpus: {}}\n", "nodes[0].gpus: a mapping without keys; write {type: TYPE"),
+    "gpus in Slurm's words": (NODE.replace("1", "a100:4"), "'a100:4' is Slurm's way; write {type: a100, count: 4}"),
     "env of a rank": (NODE + "    env: {RANK: 1}\n", "nodes[0].env.RANK: 'RANK' differs from rank to rank"),
     "env with a newline": (NODE + '    env: {A: "x\\ny"}\n', "nodes[0].env.A: 'x\\ny' has a newline"),
     "env with a command": (NODE + "    env: {A: $(id)}\n", "nodes[0].env.A: '$(id)' has a command substitution"),

@@ -18,10 +18,17 @@ NUMBERS = st.none() | st.integers(1, 300)
 GPUS = st.builds(GpuModel, type=st.none() | TYPES, count=st.integers(1, 9), minors=st.none()) | st.just(
     GpuModel(count=2, minors=(3, 1))
 )
+
+
+def each_has_a_type_of_its_own(gpus: tuple[GpuModel, ...]) -> bool:
+    types = {model.type for model in gpus}
+    return len(types) == len(gpus) and (len(gpus) < 2 or None not in types)
+
+
 NODES = st.builds(
     Node,
     name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9-]{0,3}[0-9]{1,3}", fullmatch=True),
-    gpus=st.lists(GPUS, max_size=2).map(tuple),
+    gpus=st.lists(GPUS, max_size=2).map(tuple).filter(each_has_a_type_of_its_own),
     cpus=NUMBERS,
     memory_mb=st.none() | st.integers(1, 10**7),
     address=st.none() | st.sampled_from(["198.18.0.7", "fd00::5", "node.lab"]),
