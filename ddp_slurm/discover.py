@@ -161,6 +161,8 @@ def _gpus(gres: str) -> tuple[list[dict[str, object]], list[str]]:
             strange.append(kind)
             kind = None
         counts[kind] = counts.get(kind, 0) + count
+    if None in counts:  # beside it Slurm refuses a type in one request
+        counts = {None: sum(counts.values())}
     return [{"type": kind, "count": count} for kind, count in counts.items() if count], strange
 
 

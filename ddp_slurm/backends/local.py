@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from itertools import accumulate
+from itertools import accumulate, takewhile
 
 from ..cluster import Cluster, GpuModel, Node
 from ..errors import DdpSlurmError
@@ -27,7 +27,8 @@ class LocalError(DdpSlurmError):
 def visible_gpus() -> tuple[str, ...]:
     """The GPUs of this machine as CUDA_VISIBLE_DEVICES would name them; no torch is loaded for that."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return tuple(part for part in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if part)
+        named = [part for part in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if part]
+        return tuple(takewhile(lambda part: not part.strip().startswith("-"), named))  # CUDA stops at -1
     try:
         listing = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -46,9 +47,16 @@ def step_processes(plan: Plan, environ: Mapping[str, str]) -> Iterator[Process]:
 
     Raises LocalError where the machine has GPUs, but fewer than the plan.
     """
-    for option, value in (("container", plan.options.container), ("launcher", plan.options.launcher == "torchrun")):
+    options = plan.options
+    for option, value in (
+        ("container", options.container), ("launcher", options.launcher == "torchrun"), ("setup", options.setup),
+        ("conda-env", options.conda_env),
+    ):  # fmt: skip
         if value:
-            raise LocalError(f"--{option} does not go with --backend local, which starts the ranks itself")
+            raise LocalError(
+                f"--{option} does not go with --backend local, which starts the ranks itself, in the environment of "
+                "this shell or of --venv"
+            )
     devices = visible_gpus()
     on_nodes = [component.gpus_per_node for component in plan.components for _ in component.nodes]
     first_gpus = [0, *accumulate(on_nodes)]
@@ -61,13 +69,15 @@ def step_processes(plan: Plan, environ: Mapping[str, str]) -> Iterator[Process]:
     on_node: dict[int, list[int]] = {}
     for rank in ranks:
         on_node.setdefault(rank.node_rank, []).append(rank.rank)
+    outer = clean_environ(environ)
     base = {
         "OMP_NUM_THREADS": "1",  # as torchrun does: with every core's threads in each, the ranks would only wait
         "PYTHONUNBUFFERED": "1",
-        **clean_environ(environ),
+        **outer,
+        **_venv_environ(options.venv, outer.get("PATH", os.defpath)),
         **plan.step_env(),
-        **plan.options.env,
         **_slurm_step(plan),
+        **options.env,
     }
     argv = task_command(plan)
     width = len(str(plan.world_size - 1))
@@ -95,6 +105,14 @@ def step_processes(plan: Plan, environ: Mapping[str, str]) -> Iterator[Process]:
         )
 
 
+def _venv_environ(venv: str | None, path: str) -> dict[str, str]:
+    if venv is None:
+        return {}
+    if not os.path.exists(f"{venv}/bin/python"):
+        raise LocalError(f"--venv: {venv!r} has no bin/python; give the folder of a virtual environment")
+    return {"VIRTUAL_ENV": venv, "PATH": f"{venv}/bin{os.pathsep}{path}"}
+
+
 def _slurm_step(plan: Plan) -> dict[str, str]:
     env = {
         "SLURM_JOB_ID": str(os.getpid()),
@@ -119,9 +137,9 @@ def _free_port() -> int:
 
 
 def task_command(plan: Plan) -> list[str]:
-    """The command, with this very interpreter for a bare ``python``: the one that has the packages."""
+    """The command, with this very interpreter for a bare ``python``: the one that has the packages, or --venv's."""
     first, *rest = plan.options.task_command
-    bare = first in ("python", "python3") and not plan.options.python
+    bare = first in ("python", "python3") and not (plan.options.python or plan.options.venv)
     return [sys.executable if bare else first, *rest]
 
 

@@ -69,7 +69,7 @@ def test_states(state: str, usable: bool) -> None:
     [
         ("gpu:a100:4(S:0-1)", [("a100", 4)]),
         ("gpu:a100:4(S:0,2),mps:400(S:0)", [("a100", 4)]),
-        ("gpu:2,gpu:titan:1(S:1)", [(None, 2), ("titan", 1)]),
+        ("gpu:2,gpu:titan:1(S:1)", [(None, 3)]),
         ("gpu", [(None, 1)]),
         ("gpu:1g.5gb:7", [("1g.5gb", 7)]),
         ("gpu:no_consume:3", [(None, 3)]),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -69,8 +70,9 @@ def test_a_ranks_whole_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "z", "SLURM_JOB_NODELIST_HET_GROUP_1": "a[1-2]",
         "SLURM_PROCID": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURMD_NODENAME": "a2", "SLURM_GTIDS": "3,4",
     }  # fmt: skip
-    plain = next(step_processes(make_plan(Cluster.load(path), JobOptions.read({**options, "nodes": "z"})), {})).environ
-    assert (plain["OMP_NUM_THREADS"], plain["SLURM_NTASKS"]) == ("1", "1")
+    own = {**options, "nodes": "z", "env": ["MASTER_PORT=29555"]}
+    plain = next(step_processes(make_plan(Cluster.load(path), JobOptions.read(own)), {})).environ
+    assert (plain["OMP_NUM_THREADS"], plain["SLURM_NTASKS"], plain["MASTER_PORT"]) == ("1", "1", "29555")
     assert not [name for name in plain if "HET" in name]
 
 
@@ -81,6 +83,8 @@ def test_a_ranks_whole_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (None, "echo 'GPU 0: X'; echo 'Unable to determine the device handle'; exit 15", ()),
         ("3,GPU-1c9f", "echo 'GPU 0: X'", ("3", "GPU-1c9f")),
         ("", "echo 'GPU 0: X'", ()),
+        ("-1", "echo 'GPU 0: X'", ()),
+        ("2,-1,3", "echo 'GPU 0: X'", ("2",)),
     ],
 )
 def test_which_gpus_there_are(
@@ -95,12 +99,30 @@ def test_which_gpus_there_are(
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"container": "docker:x"}, "--container does not go"), ({"launcher": "torchrun"}, "--launcher does not go")],
+    [
+        ({"container": "docker:x"}, "--container does not go"),
+        ({"launcher": "torchrun"}, "--launcher does not go"),
+        ({"setup": "module load cuda"}, "--setup does not go"),
+        ({"conda-env": "torch"}, "--conda-env does not go"),
+        ({"venv": "no-such-folder"}, "--venv: 'no-such-folder' has no bin/python"),
+    ],
 )
 def test_what_needs_another_backend(uneven: Path, options: dict[str, str], words: str) -> None:
     plan = make_plan(Cluster.load(uneven), JobOptions.read({"command": ["python", "t.py"], **options}))
     with pytest.raises(LocalError, match=words):
         list(step_processes(plan, {}))
+
+
+@pytest.mark.parametrize("command", ["python train.py", "train.py"])
+def test_the_python_of_a_virtual_environment(uneven: Path, submit: Command, tmp_path: Path, command: str) -> None:
+    python = tmp_path / "my env/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$0 $VIRTUAL_ENV $1"\n')
+    python.chmod(0o755)
+    (python.parent / "python3").symlink_to("python")
+    done = submit("--backend", "local", "--gpus", "1", "--venv", str(tmp_path / "my env"), "--", *command.split())
+    assert done.returncode == 0, done.stderr
+    assert re.sub("python3 ", "python ", done.stdout) == f"[0 gamma] {python} {tmp_path / 'my env'} train.py\n"
 
 
 def test_gpus_of_the_machine_are_dealt_out_node_by_node(
