@@ -29,6 +29,15 @@ SBATCH_KEYS_OF_THE_PLAN = {
     "nodelist": "use --nodes LIST for a part of the cluster",
     "hetjob": "the plan makes the components",
     "wrap": "put the command after --",
+    "distribution": "the shares are planned for ranks in the order of the nodes",
+    "ntasks-per-gpu": "the plan sets the tasks of each component",
+    "nodefile": "use --nodes LIST for a part of the cluster",
+    "chdir": "submit in that folder: the ranks start there, and the log and what is kept of the job are found there",
+    "clusters": "status, logs and cancel ask this cluster; submit on a login node of the other one",
+    "test-only": "nothing would be submitted; write the script with --script FILE, then: sbatch --test-only FILE",
+    "wait": "use --follow",
+    "error": "both streams of all ranks go to the log of --output, where status and logs look for them",
+    "export": "the ranks would not get the script's variables; use --env for yours",
     **{
         key: f"use --{option}"
         for key, option in {
@@ -123,7 +132,8 @@ class JobOptions(Schema):
         fields.filled_text,
         "%x-%j.out",
         "FILE",
-        "log file; %x is the job's name, %j its id; ~ and $USER are expanded, folders are made",
+        "log file; %x is the job's name, %j its id (in the file's name only); ~ and $USER are expanded, folders are "
+        "made",
     )
     partition: str | None = key(
         fields.partitions,
