@@ -1,5 +1,6 @@
 """``python -m ddp_slurm.submit [OPTIONS] [-- COMMAND ...]``: plan a job and start it; also ``ddp-slurm submit``."""
 
+import re
 import shlex
 import sys
 import time
@@ -148,7 +149,8 @@ def _submit_to_slurm(plan: Plan, backend: str, cluster_file: Path | None, *, dry
         job_id = sbatch.submit(script)
         keep_run(plan, runs=runs, job_id=job_id, backend="sbatch", script=script, cluster_file=cluster_file,
                  submitted_at=now)  # fmt: skip
-    console.say(f"submitted; the log is {plan.options.output.replace('%x', plan.name).replace('%j', job_id)}")
+    values = {"%x": plan.name, "%j": job_id, "%%": "%"}
+    console.say(f"submitted; the log is {re.sub('%[xj%]', lambda found: values[found[0]], plan.options.output)}")
     print(job_id, flush=True)
     if follow:
         from . import jobs

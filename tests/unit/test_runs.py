@@ -181,6 +181,7 @@ def test_a_run_that_cannot_be_kept_is_said(uneven: Path, tmp_path: Path, capsys:
         ("%x-%j.out", "/w/lab-48.out", "/w"), ("/a/%j/log", "/a/48/log", "/a"), ("l/%x/%j/o", "/w/l/lab/48/o", "/w/l"),
         ("100%%.out", "/w/100%.out", "/w"), ("%N.out", None, "/w"), ("../o", "/o", "/"),
         ("/dev/null", "/dev/null", "/w"),
+        ("/a%%j/%j", "/a%j/48", "/a%j"),
     ],
 )  # fmt: skip
 def test_log_and_folder(

@@ -121,6 +121,23 @@ def test_home_and_user_in_the_log_path_are_expanded(uneven: Path, submit: Comman
     assert "#SBATCH --output=/h/me/%x-%j.out\n" in done.stdout
 
 
+def test_a_folder_of_the_jobs_name_is_made(uneven: Path, submit: Command, stub: Stub, tmp_path: Path) -> None:
+    stub("sbatch", SBATCH)
+    done = submit("--name", "5%j", "--output", "logs/%x/%j.out", "--", "x", env={"RECORD": str(tmp_path / "script")})
+    assert (tmp_path / "logs/5%j/ddp_slurm_runs/4711").is_dir(), done.stderr
+    assert "#SBATCH --output=logs/5%%j/%j.out\n" in (tmp_path / "script").read_text()
+    assert "the log is logs/5%j/4711.out\n" in done.stderr
+
+
+def test_the_working_folder_is_no_pattern(uneven: Path, submit: Command, tmp_path: Path) -> None:
+    """Slurm would write the log to another folder, which is not there (seen on 22.05)."""
+    folder = tmp_path / "100%j"
+    folder.mkdir()
+    done = submit("--backend", "sbatch", "--dry-run", "--cluster", str(uneven), "--", "x", cwd=folder)
+    assert f"#SBATCH --output={tmp_path}/100%%j/%x-%j.out\n" in done.stdout
+    assert f"run_folder={folder}/ddp_slurm_runs/$" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("typed", "command"),
     [
@@ -155,6 +172,10 @@ BAD = {
     "env without =": (["--env", "A"], "--env: 'A' is not NAME=VALUE"),
     "unset variable": (["--output", "$NOT_THERE/x"], "the variable $NOT_THERE is not set"),
     "array": (["--sbatch", "array=1-3"], "'array' cannot be set here: Slurm refuses arrays of heterogeneous jobs"),
+    "pattern in a folder": (["--output", "l/%x/%j/x.out"], "'l/%x/%j/x.out': Slurm makes no folder, and of one only"),
+    "slash at the end": (["--output", "logs/"], "--output: 'logs/' is a folder; name a file, as in 'logs/%x-%j.out'"),
+    "folder as a log": (["--output", "."], "--output: '.' is a folder"),
+    "order of the ranks": (["--sbatch", "distribution=cyclic"], "'distribution' cannot be set here: the shares are"),
     "own key": (["--sbatch", "gres=gpu:1"], "'gres' cannot be set here"),
     "sbatch form": (["--sbatch", "a b"], "'a b' is not KEY=VALUE"),
     "gpus": (["--gpus", "0"], "--gpus: 0 is too few"),
