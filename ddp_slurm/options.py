@@ -1,14 +1,14 @@
 """What is asked of a job: the keys of job.yaml, which are also the options of ``submit`` and ``plan``."""
 
+import os
 import re
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from . import fields
 from .containers import Container, Mount
-from .errors import DdpSlurmError
+from .errors import DdpSlurmError, did_you_mean
 from .hostlist import expand_hostlist
 from .schema import Reader, Schema, key, mapping_of, tuple_of
 
@@ -87,10 +87,15 @@ def _env(value: Any) -> dict[str, str]:
     return mapping_of(fields.env_name, fields.plain_text)(value)
 
 
+def _unfolded(value: Any) -> Any:
+    """Without the newline that YAML's ``>`` and ``|`` leave at the end of a text."""
+    return value.removesuffix("\n") if isinstance(value, str) else value
+
+
 def _words(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         try:
-            value = shlex.split(fields.one_line(value))
+            value = shlex.split(fields.one_line(_unfolded(value)))
         except ValueError as fault:
             raise ValueError(f"{value!r} cannot be split into words as a shell would: {fault}") from None
     return tuple_of(fields.one_line)(value)
@@ -99,6 +104,30 @@ def _words(value: Any) -> tuple[str, ...]:
 def _list_of(read: Reader[Any]) -> Reader[tuple[Any, ...]]:
     """Reader of a list, or of its only item."""
     return lambda value: tuple_of(read)([value] if isinstance(value, str) else value)
+
+
+def _setup_line(value: Any) -> str:
+    line = fields.one_line(_unfolded(value))
+    if re.search(r"(?<!\\)(\\\\)*\\$", line):
+        raise ValueError(f"{line!r} ends in a backslash, which would join it with the next line of the script")
+    return line
+
+
+def _path(value: Any) -> str:
+    """``~`` stands for the home of who submits; one of nobody stays, and is then a file that is not there."""
+    return os.path.expanduser(fields.filled_text(value))
+
+
+def _conda_env(value: Any) -> str:
+    return _path(value) if "/" in str(value) else fields.filled_text(value)
+
+
+def _balance(value: Any) -> str:
+    text = _path(value)
+    known = ["equal", "measured"]
+    if text not in known and not re.search(r"[./]", text) and not os.path.exists(text):
+        raise ValueError(f"{text!r} is no file{did_you_mean(text, known)}")
+    return text
 
 
 def _job_name(value: Any) -> str:
@@ -170,16 +199,14 @@ class JobOptions(Schema):
     )
     env: dict[str, str] = key(_env, {}, "NAME=VALUE", "a variable for the ranks; can be repeated")
     setup: tuple[str, ...] = key(
-        _list_of(fields.one_line),
+        _list_of(_setup_line),
         (),
         "LINE",
         "a shell line to run first, on the batch host, such as 'module load cuda'; can be repeated",
     )
-    python: str | None = key(fields.filled_text, None, "PATH", "what 'python' in the command stands for")
-    conda_env: str | None = key(fields.filled_text, None, "NAME", "conda environment to activate, a name or a path")
-    venv: str | None = key(
-        fields.filled_text, None, "FOLDER", "virtual environment to use, the folder that holds bin/python"
-    )
+    python: str | None = key(_path, None, "PATH", "what 'python' in the command stands for")
+    conda_env: str | None = key(_conda_env, None, "NAME", "conda environment to activate, a name or a path")
+    venv: str | None = key(_path, None, "FOLDER", "virtual environment to use, the folder that holds bin/python")
     ranks: str = key(
         fields.one_of("gpu", "node"),
         "gpu",
@@ -217,7 +244,7 @@ class JobOptions(Schema):
         "samples of one optimizer step over all ranks; the same update however it is shared out",
     )
     balance: str = key(
-        fields.filled_text,
+        _balance,
         "equal",
         "equal|measured|FILE",
         "how the global batch is shared out: 'equal', 'measured' (at the start), or a YAML file of speeds",
@@ -242,6 +269,11 @@ class JobOptions(Schema):
 
     def check_together(self) -> None:
         """Raises OptionsError for options that do not go together."""
+        if self.command and self.command[0].startswith("-"):
+            raise OptionsError(
+                f"the command begins with {self.command[0]!r}, which srun would take for an option of its own; "
+                "did you forget python?"
+            )
         environments = [name for name in ("python", "conda_env", "venv") if getattr(self, name) is not None]
         if len(environments) > 1:
             names = " and ".join(f"--{name.replace('_', '-')}" for name in environments)
@@ -270,7 +302,7 @@ class JobOptions(Schema):
     def interpreter(self) -> str:
         """What ``python`` stands for, and what torchrun is started with."""
         if self.python:
-            return str(Path(self.python).expanduser())
+            return self.python
         return self.command[0] if self.command[:1] in (("python",), ("python3",)) else "python3"
 
     @property

@@ -255,7 +255,7 @@ def _shares(plan: Plan, options: JobOptions) -> tuple[int, ...] | None:
         return tuple(apportion(batch, [c.gpus_per_node for c in plan.components for _ in c.nodes]))
     if options.balance == "equal":
         return tuple(equal_shares(batch, plan.world_size))
-    path = Path(options.balance).expanduser()
+    path = Path(options.balance)
     speeds = validate(read_speeds, load_yaml(path, PlanError), PlanError)
     per_rank = []
     for rank in plan.ranks():

@@ -98,6 +98,7 @@ def submit(
     plan = plan_request(request, local=chosen == "local")
     if not plan.options.command:
         raise OptionsError("no command: put what every rank runs after --, as in: -- python train.py")
+    sbatch.check_setup(plan.options.setup)
     if chosen in ("local", "torchrun"):
         _run_in_the_terminal(plan, chosen, _cluster_file(request), dry_run=dry_run)
     else:
@@ -172,6 +173,7 @@ def _choose(backend: str, dry_run: bool) -> str:
 
 
 def _write_script(plan: Plan, path: Path, *, dry_run: bool) -> None:
+    sbatch.check_setup(plan.options.setup)
     if not dry_run:
         _check_script(path)
     text = render_sbatch(with_log_path(plan, make_folder=not dry_run))

@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ..errors import DdpSlurmError
 
@@ -26,6 +26,20 @@ def clean_environ(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in environ.items()
         if name in KEPT_VARIABLES or not re.match(r"(SLURM|SBATCH|SRUN|SALLOC)_", name)
     }
+
+
+def check_setup(lines: Sequence[str]) -> None:
+    """Raises SubmitError, with bash's words, for setup lines that would end the job before it begins."""
+    if not lines:
+        return
+    try:
+        text = "\n".join(lines) + "\n"
+        done = subprocess.run(["/bin/bash", "-n"], input=text, capture_output=True, text=True)
+    except OSError:  # no bash here; there is one where the script runs
+        return
+    if done.returncode:
+        words = " ".join(line.removeprefix("/bin/bash: ") for line in done.stderr.splitlines())
+        raise SubmitError(f"--setup: bash cannot read these lines: {words}")
 
 
 def is_available() -> bool:

@@ -103,7 +103,7 @@ def test_script_with_dry_run_is_printed_and_not_followed(uneven: Path, submit: C
 
 def test_job_file_is_under_the_command_line(uneven: Path, submit: Command, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(
-        "time: 10:00\ncpus-per-task: 3\nenv: {A: 1, B: 2}\nsetup: module load a\ncommand: python 'my train.py'\n"
+        "time: 10:00\ncpus-per-task: 3\nenv: {A: 1, B: 2}\nsetup: module load a\ncommand: >\n  python\n  'my train.py'\n"
     )
     done = submit(
         "--job", "job.yaml", "--backend", "sbatch", "--dry-run", "--time", "2-00", "--env", "B=3", "--setup", "b"
@@ -143,12 +143,35 @@ def test_the_working_folder_is_no_pattern(uneven: Path, submit: Command, tmp_pat
     [
         ("-- train.py --time 3 -- x", "python3 train.py --time 3 -- x"),
         ("train.py --time 3 --env A=1", "python3 train.py --time 3 --env A=1"),
-        ("-- -m train", "-m train"),
+        ("-- python -m train", "python -m train"),
     ],
 )
 def test_all_words_of_the_command_are_its_own(uneven: Path, submit: Command, typed: str, command: str) -> None:
     done = submit("--backend", "sbatch", "--dry-run", *typed.split())
     assert f"\ncommand=({command})\n" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--python", "~/p"], "command=(/h/p train.py)"),
+        (["--python", "~nobody-here/p"], "command=('~nobody-here/p' train.py)"),
+        (["--venv", "~/v"], "export VIRTUAL_ENV=/h/v"),
+        (["--conda-env", "~/c"], "conda activate /h/c"),
+        (["--conda-env", "~"], "conda activate '~'"),
+    ],
+)
+def test_home_in_the_interpreters_path_is_expanded(
+    uneven: Path, submit: Command, options: list[str], line: str
+) -> None:
+    done = submit("--backend", "sbatch", "--dry-run", *options, "--", "python", "train.py", env={"HOME": "/h"})
+    assert f"{line}\n" in done.stdout, done.stderr
+
+
+def test_a_command_without_its_program(uneven: Path, submit: Command) -> None:
+    done = submit("--backend", "sbatch", "--dry-run", "--", "-m", "train")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "the command begins with '-m', which srun would take for an option of its own" in done.stderr
 
 
 def test_the_interpreter_that_was_asked_for(uneven: Path, submit: Command) -> None:
@@ -182,6 +205,16 @@ BAD = {
     "nodes": (["--nodes", "gamma,delta"], "--nodes: 'delta' is not a node"),
     "two environments": (["--python", "p", "--venv", "v"], "--python and --venv cannot be given together"),
     "balance without a batch": (["--balance", "speeds.yaml"], "--balance speeds.yaml needs --global-batch-size"),
+    "balance misspelt": (["--balance", "eqal"], "--balance: 'eqal' is no file; did you mean 'equal'?"),
+    "speeds in nobody's home": (
+        ["--balance", "~nobody-here/x", "--global-batch-size", "8"],
+        "~nobody-here/x: no such file",
+    ),
+    "setup with an open quote": (
+        ["--setup", 'cd "foo'],
+        "--setup: bash cannot read these lines: line 1: unexpected EOF",
+    ),
+    "setup with a backslash": (["--setup", "a b \\"], "ends in a backslash, which would join it with the next line"),
     "signal before the start": (
         ["--signal-seconds", "120", "--time", "2:00"],
         "--signal-seconds 120: the signal would come before the job has begun; --time 2:00 is 120 seconds",
