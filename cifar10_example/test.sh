@@ -36,6 +36,7 @@
 #SBATCH --signal=USR2@120
 
 set -euo pipefail
+# This script's own variables begin with _ddp_: --env and --setup may set any other.
 
 if [[ -z ${SLURM_JOB_ID:-} ]]; then
   echo "$0: this is a job script; start it with: sbatch $0" >&2
@@ -60,28 +61,28 @@ export DDP_SLURM_GLOBAL_BATCH_SIZE=512
 export DDP_SLURM_SHARES='74,73(x6)'
 export DDP_SLURM_BALANCE=equal
 # Rank 0 runs on this host; it makes the file when it stopped early with a good snapshot.
-scratch=$(mktemp -d)
-trap 'rm -rf -- "$scratch"' EXIT
-export DDP_SLURM_REQUEUE_MARKER=$scratch/requeue
+_ddp_scratch=$(mktemp -d)
+trap 'rm -rf -- "$_ddp_scratch"' EXIT
+export DDP_SLURM_REQUEUE_MARKER=$_ddp_scratch/requeue
 
-command=(python train.py 10 1 --data cifar10.npz)
+_ddp_command=(python train.py 10 1 --data cifar10.npz)
 
 # srun takes the batch shell's own sizes, those of component 0, as the default of every segment: Slurm 24.11 and
 # 26.05 then refuse the step, 20.11 starts component 0 alone. Without them and with each segment's own sizes the step
 # is one world on all releases from 20.11 on.
-status=0
+_ddp_status=0
 (
   unset SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE SLURM_TASKS_PER_NODE SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK \
     SLURM_NNODES SLURM_NODELIST SLURM_JOB_NODELIST SLURM_JOB_NUM_NODES SLURM_JOB_CPUS_PER_NODE SLURM_MEM_PER_NODE
   # --kill-on-bad-exit: one dead rank ends the others at once, or they hold their GPUs until a time-out.
   exec srun --label --kill-on-bad-exit=1 \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=8 \
-    "${command[@]}" : \
+    "${_ddp_command[@]}" : \
     --nodes=1 --ntasks=2 --ntasks-per-node=2 --cpus-per-task=8 \
-    "${command[@]}" : \
+    "${_ddp_command[@]}" : \
     --nodes=1 --ntasks=4 --ntasks-per-node=4 --cpus-per-task=8 \
-    "${command[@]}"
-) || status=$?
+    "${_ddp_command[@]}"
+) || _ddp_status=$?
 
 if [[ -e $DDP_SLURM_REQUEUE_MARKER ]]; then
   if [[ ${SLURM_RESTART_COUNT:-0} -lt 3 ]]; then
@@ -90,6 +91,6 @@ if [[ -e $DDP_SLURM_REQUEUE_MARKER ]]; then
     exit 0
   fi
   echo "stopped before the time limit with a snapshot; all 3 restarts are used up" >&2
-  status=75
+  _ddp_status=75
 fi
-exit "$status"
+exit "$_ddp_status"

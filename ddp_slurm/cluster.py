@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from . import fields
 from .errors import DdpSlurmError
 from .hostlist import HostlistError, expand_hostlist
-from .schema import KeyPath, Schema, key, mapping_of, tuple_of
+from .schema import KeyPath, Schema, key, tuple_of
 from .yaml_file import YamlFile, load_yaml, validate
 
 
@@ -129,7 +129,7 @@ class NodeEntry(Schema):
     interface: str | None = key(fields.interface_name, None)
     partition: str | None = key(fields.word, None)
     constraint: str | None = key(fields.constraint, None)
-    env: dict[str, str] = key(mapping_of(fields.env_name, fields.plain_text), {})
+    env: dict[str, str] = key(fields.env, {})
     ssh: Ssh = key(Ssh.read, Ssh())
     sockets: int | None = key(fields.positive_number, None)
     cores_per_socket: int | None = key(fields.positive_number, None)

@@ -7,7 +7,7 @@ accepts and refuses the rest with the value and an example.
 import re
 from typing import Any
 
-from .schema import Reader, short
+from .schema import Invalid, KeyPath, Reader, mapping_of, short
 
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\u0085\u2028\u2029]")
 
@@ -69,7 +69,25 @@ def env_name(value: Any) -> str:
         raise ValueError(f"{short(value)} is not a variable's name; letters, digits and _ are accepted")
     if value in ("CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         raise ValueError(f"{value!r} differs from rank to rank; the launcher sets it")
+    if value in ("UID", "EUID", "PPID", "SHELLOPTS", "BASHOPTS", "BASH_VERSINFO"):
+        raise ValueError(f"{value!r} is bash's own and cannot be set")
     return value
+
+
+_read_env = mapping_of(env_name, plain_text)
+
+
+def env(value: Any) -> dict[str, str]:
+    """Variables for the ranks. Their values stay as they are written, so none can be added to its old one here."""
+    variables = _read_env(value)
+    faults: list[tuple[KeyPath, str]] = [
+        ((name,), f"{text!r} stays as it is written; to add to a variable: --setup 'export {name}={text}'")
+        for name, text in variables.items()
+        if re.search(rf"\$(\{{{name}\b|{name}\b)", text)
+    ]
+    if faults:
+        raise Invalid(faults)
+    return variables
 
 
 def whole_number(value: Any) -> int:

@@ -10,7 +10,7 @@ from . import fields
 from .containers import Container, Mount
 from .errors import DdpSlurmError, did_you_mean
 from .hostlist import expand_hostlist
-from .schema import Reader, Schema, key, mapping_of, tuple_of
+from .schema import Reader, Schema, key, tuple_of
 
 
 class OptionsError(DdpSlurmError):
@@ -84,7 +84,7 @@ def _env(value: Any) -> dict[str, str]:
                 raise ValueError(f"{item!r} is not NAME=VALUE")
             pairs[name] = text
         value = pairs
-    return mapping_of(fields.env_name, fields.plain_text)(value)
+    return fields.env(value)
 
 
 def _unfolded(value: Any) -> Any:

@@ -33,6 +33,7 @@
 #SBATCH --time=10
 
 set -euo pipefail
+# This script's own variables begin with _ddp_: --env and --setup may set any other.
 
 if [[ -z ${SLURM_JOB_ID:-} ]]; then
   echo "$0: this is a job script; start it with: sbatch $0" >&2
@@ -53,22 +54,22 @@ export DDP_SLURM_GLOBAL_BATCH_SIZE=256
 export DDP_SLURM_SHARES='37(x4),36(x3)'
 export DDP_SLURM_BALANCE=equal
 
-command=(python train.py 5 1)
+_ddp_command=(python train.py 5 1)
 
 # srun takes the batch shell's own sizes, those of component 0, as the default of every segment: Slurm 24.11 and
 # 26.05 then refuse the step, 20.11 starts component 0 alone. Without them and with each segment's own sizes the step
 # is one world on all releases from 20.11 on.
-status=0
+_ddp_status=0
 (
   unset SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE SLURM_TASKS_PER_NODE SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK \
     SLURM_NNODES SLURM_NODELIST SLURM_JOB_NODELIST SLURM_JOB_NUM_NODES SLURM_JOB_CPUS_PER_NODE SLURM_MEM_PER_NODE
   # --kill-on-bad-exit: one dead rank ends the others at once, or they hold their GPUs until a time-out.
   exec srun --label --kill-on-bad-exit=1 \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=8 \
-    "${command[@]}" : \
+    "${_ddp_command[@]}" : \
     --nodes=1 --ntasks=2 --ntasks-per-node=2 --cpus-per-task=8 \
-    "${command[@]}" : \
+    "${_ddp_command[@]}" : \
     --nodes=1 --ntasks=4 --ntasks-per-node=4 --cpus-per-task=8 \
-    "${command[@]}"
-) || status=$?
-exit "$status"
+    "${_ddp_command[@]}"
+) || _ddp_status=$?
+exit "$_ddp_status"

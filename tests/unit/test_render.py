@@ -122,6 +122,23 @@ def test_srun_gets_every_segment_and_none_of_component_0s_sizes(uneven: Path, tm
     assert "CUDA_VISIBLE_DEVICES" not in text
 
 
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_variables_of_any_name_reach_the_ranks_and_change_nothing(
+    launcher: str, uneven: Path, tmp_path: Path, stub: Stub
+) -> None:
+    stub("srun", RECORD)
+    names = ["run_folder", "terminated", "scratch", "status", "launch", "command", "attempt"]
+    options = {"launcher": launcher, "time": "10", "signal_seconds": 60, "max_restarts": 1}
+    plan = plan_of(tmp_path, uneven.read_text(), env=[f"{name}=mine" for name in names], **options)
+    job = {"RECORD": str(tmp_path / "argv"), "SLURMD_NODENAME": "gamma"}
+    done = run_script(render_sbatch(plan, tmp_path / "runs"), tmp_path, **job)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "argv").read_text().split("\0")[-5:-1] == ["python", "train.py", "5", "1"]
+    env = (tmp_path / "argv.env").read_text().split("\0")
+    assert {f"{name}=mine" for name in names} <= set(env)
+    assert (tmp_path / "runs/7/exit").read_text().startswith("status=0\nterminated=no\n")
+
+
 @pytest.mark.parametrize("status", [0, 1, 3, 137])
 def test_the_script_ends_with_sruns_own_status(status: int, uneven: Path, tmp_path: Path, stub: Stub) -> None:
     stub("srun", f"exit {status}")

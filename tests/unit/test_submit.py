@@ -48,7 +48,7 @@ def test_dry_run_prints_the_script_and_nothing_else(uneven: Path, submit: Comman
     done = submit("--backend", "sbatch", "--dry-run", "--output", "new/x.out", "--", "train.py")
     assert done.returncode == 0
     assert done.stdout.startswith("#!/bin/bash\n")
-    assert "command=(python3 train.py)" in done.stdout
+    assert "_ddp_command=(python3 train.py)" in done.stdout
     assert not Path(uneven.parent, "new").exists()
     again = submit("--backend", "sbatch", "--dry-run", "--output", "new/x.out", "--", "train.py")
     assert again.stdout == done.stdout
@@ -110,7 +110,7 @@ def test_job_file_is_under_the_command_line(uneven: Path, submit: Command, tmp_p
     )
     assert done.returncode == 0, done.stderr
     for line in ("#SBATCH --time=2-00", "#SBATCH --cpus-per-task=3", "export A=1", "export B=3", "module load a\nb\n",
-                 "command=(python 'my train.py')"):  # fmt: skip
+                 "_ddp_command=(python 'my train.py')"):  # fmt: skip
         assert line in done.stdout
 
 
@@ -135,7 +135,7 @@ def test_the_working_folder_is_no_pattern(uneven: Path, submit: Command, tmp_pat
     folder.mkdir()
     done = submit("--backend", "sbatch", "--dry-run", "--cluster", str(uneven), "--", "x", cwd=folder)
     assert f"#SBATCH --output={tmp_path}/100%%j/%x-%j.out\n" in done.stdout
-    assert f"run_folder={folder}/ddp_slurm_runs/$" in done.stdout
+    assert f"_ddp_run_folder={folder}/ddp_slurm_runs/$" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -148,14 +148,14 @@ def test_the_working_folder_is_no_pattern(uneven: Path, submit: Command, tmp_pat
 )
 def test_all_words_of_the_command_are_its_own(uneven: Path, submit: Command, typed: str, command: str) -> None:
     done = submit("--backend", "sbatch", "--dry-run", *typed.split())
-    assert f"\ncommand=({command})\n" in done.stdout, done.stderr
+    assert f"\n_ddp_command=({command})\n" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--python", "~/p"], "command=(/h/p train.py)"),
-        (["--python", "~nobody-here/p"], "command=('~nobody-here/p' train.py)"),
+        (["--python", "~/p"], "_ddp_command=(/h/p train.py)"),
+        (["--python", "~nobody-here/p"], "_ddp_command=('~nobody-here/p' train.py)"),
         (["--venv", "~/v"], "export VIRTUAL_ENV=/h/v"),
         (["--conda-env", "~/c"], "conda activate /h/c"),
         (["--conda-env", "~"], "conda activate '~'"),
@@ -176,7 +176,7 @@ def test_a_command_without_its_program(uneven: Path, submit: Command) -> None:
 
 def test_the_interpreter_that_was_asked_for(uneven: Path, submit: Command) -> None:
     done = submit("--backend", "sbatch", "--dry-run", "--python", "/opt/my python", "--", "python", "-m", "x")
-    assert "command=('/opt/my python' -m x)" in done.stdout
+    assert "_ddp_command=('/opt/my python' -m x)" in done.stdout
 
 
 BAD = {
@@ -192,6 +192,12 @@ BAD = {
     "command in an env value": (["--env", "A=$(id)"], "--env.A: '$(id)' has a command substitution"),
     "newline in an env value": (["--env", "A=x\ny"], "has a newline"),
     "env of a rank": (["--env", "CUDA_VISIBLE_DEVICES=0"], "--env.CUDA_VISIBLE_DEVICES"),
+    "env of bash": (["--env", "UID=0"], "--env.UID: 'UID' is bash's own and cannot be set"),
+    "env that adds": (
+        ["--env", "PATH=/opt/bin:$PATH"],
+        "--env.PATH: '/opt/bin:$PATH' stays as it is written; to add to a variable: --setup 'export PATH=/opt/bin:$PATH'",
+    ),
+    "env that adds in braces": (["--env", "A=${A:+$A:}x"], "stays as it is written"),
     "env without =": (["--env", "A"], "--env: 'A' is not NAME=VALUE"),
     "unset variable": (["--output", "$NOT_THERE/x"], "the variable $NOT_THERE is not set"),
     "array": (["--sbatch", "array=1-3"], "'array' cannot be set here: Slurm refuses arrays of heterogeneous jobs"),
