@@ -152,8 +152,9 @@ class Plan:
 def make_plan(cluster: Cluster, options: JobOptions) -> Plan:
     """Decide who runs where.
 
-    Components come in the order of their first node in the file (or in ``options.nodes``), so the first node with
-    GPUs is the host of rank 0. Raises PlanError where the options ask for nodes or GPUs that are not there.
+    Components come in the order of their first node in the file (or in ``options.nodes``), the nodes of one in Slurm's
+    order of names; the first of all is the host of rank 0. Raises PlanError where the options ask for nodes or GPUs
+    that are not there.
     """
     groups: dict[Component, list[str]] = {}
     for _, alike in groupby(_chosen_nodes(cluster, options), key=_what_shapes):  # each shape is made once, not per node
@@ -179,8 +180,10 @@ def _chosen_nodes(cluster: Cluster, options: JobOptions) -> Iterator[tuple[Node,
         nodes = tuple(by_name[name] for name in dict.fromkeys(options.nodes))
     counted = [(node, node.gpu_count) for node in nodes]
     available = sum(count for _, count in counted)
+    if not available:
+        raise PlanError(f"--nodes: {_described(nodes)} have no GPU; choose others")
     wanted = options.gpus or available
-    if wanted > available or not available:
+    if wanted > available:
         raise PlanError(f"--gpus: {wanted} asked for, but {_described(nodes)} have {available}")
     for node, present in counted:
         count = min(present, wanted)
@@ -236,7 +239,10 @@ def _natural(name: str) -> tuple[str, int, str]:
 
 @dataclass(frozen=True, init=False)
 class Speed(Schema):
-    """Seconds of one optimizer step on a GPU that gets n samples: ``alpha + beta * n``."""
+    """Seconds of one optimizer step on a GPU that gets n samples: ``alpha + beta * n``.
+
+    A rank that drives all GPUs of its node shares its samples out to them, whichever name its speed was found under.
+    """
 
     alpha: float = key(seconds, 0.0)
     beta: float = key(seconds)
@@ -257,17 +263,19 @@ def _shares(plan: Plan, options: JobOptions) -> tuple[int, ...] | None:
         return tuple(equal_shares(batch, plan.world_size))
     path = Path(options.balance)
     speeds = validate(read_speeds, load_yaml(path, PlanError), PlanError)
-    per_rank = []
+    costs: list[tuple[float, float]] = []
+    limits: list[int] = []
     for rank in plan.ranks():
         speed = speeds.get(rank.node) or speeds.get(rank.gpu_type or "")
         if speed is None:
             raise PlanError(
                 f"{path}: neither node {rank.node!r} nor its GPU type {rank.gpu_type!r} is in the file; give one"
             )
-        per_rank.append(speed)
-    limits = [batch if speed.max_batch is None else speed.max_batch for speed in per_rank]
+        gpus = plan.components[rank.component].gpus_per_node if options.ranks == "node" else 1
+        costs.append((speed.alpha, speed.beta / gpus))
+        limits.append(batch if speed.max_batch is None else speed.max_batch * gpus)
     if sum(limits) < batch:
         raise PlanError(
             f"{path}: the max_batch of all ranks add up to {sum(limits)}, less than the global batch of {batch}"
         )
-    return tuple(split_batch(batch, [(speed.alpha, speed.beta) for speed in per_rank], limits))
+    return tuple(split_batch(batch, costs, limits))

@@ -117,9 +117,9 @@ def test_a_partition_that_is_asked_for_wins(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("count", "words"),
     [
-        (1, "--gpus: 0 asked for, but the nodes n1 have 0"),
-        (5, "the nodes n1, n2, n3, n4, n5 have 0"),
-        (6, "the nodes n1, n2, n3, n4, n5 and 1 more have 0"),
+        (1, "--nodes: the nodes n1 have no GPU; choose others"),
+        (5, "the nodes n1, n2, n3, n4, n5 have no GPU"),
+        (6, "the nodes n1, n2, n3, n4, n5 and 1 more have no GPU"),
     ],
 )
 def test_nodes_without_gpus(tmp_path: Path, count: int, words: str) -> None:

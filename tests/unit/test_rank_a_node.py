@@ -33,12 +33,17 @@ def test_a_part_of_a_nodes_gpus(uneven: Path) -> None:
     assert [c.cpus_per_task for c in plan.components] == [8, 16, 16]
 
 
-def test_a_file_of_speeds_counts_for_the_node(uneven: Path, tmp_path: Path) -> None:
-    speeds = tmp_path / "speeds.yaml"
-    speeds.write_text("gamma: {beta: 0.004}\nbeta: {beta: 0.002}\na100: {beta: 0.001}\n")
-    assert [rank.share for rank in plan_of(uneven, balance=str(speeds)).ranks()] == [10, 20, 40]
-    speeds.write_text("gamma: {beta: 0.001}\nbeta: {beta: 0.002}\na100: {beta: 0.004}\n")
-    assert [rank.share for rank in plan_of(uneven, balance=str(speeds)).ranks()] == [40, 20, 10]
+@pytest.mark.parametrize(
+    ("speeds", "shares"),
+    [
+        ("gamma: {beta: 0.004}\nbeta: {beta: 0.004}\na100: {beta: 0.004}\n", [10, 20, 40]),
+        ("titan: {beta: 0.001}\nv100: {beta: 0.002}\na100: {beta: 0.001}\n", [12, 11, 47]),
+        ("titan: {beta: 1}\nv100: {beta: 1}\na100: {beta: 0.001, max_batch: 10}\n", [10, 20, 40]),
+    ],
+)
+def test_a_file_of_speeds_is_of_one_gpu_each(uneven: Path, tmp_path: Path, speeds: str, shares: list[int]) -> None:
+    (tmp_path / "speeds.yaml").write_text(speeds)
+    assert [rank.share for rank in plan_of(uneven, balance=str(tmp_path / "speeds.yaml")).ranks()] == shares
 
 
 def test_the_gpus_of_this_machine_are_dealt_out_node_by_node(uneven: Path, monkeypatch: pytest.MonkeyPatch) -> None:
