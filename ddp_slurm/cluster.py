@@ -21,7 +21,7 @@ class GpuModel(Schema):
     """GPUs of one model in one node: ``gpu:a100:4`` in Slurm's words, ``gpu:4`` without a type."""
 
     type: str | None = key(fields.gpu_type, None)
-    count: int = key(fields.positive_number, 1)
+    count: int = key(fields.gpu_count, 1)
     minors: tuple[int, ...] | None = key(tuple_of(fields.whole_number), None)
     """The numbers of the device files ``/dev/nvidiaN`` where they are not 0, 1, 2, ..."""
 
@@ -38,7 +38,7 @@ def _gpu_models(value: Any) -> tuple[GpuModel, ...]:
     if isinstance(value, dict):
         value = [] if str(value.get("count", "1")) == "0" else [value]
     if not isinstance(value, list | tuple):
-        count = fields.whole_number(value)
+        count = 0 if value in (0, "0") else fields.gpu_count(value)
         value = [{"count": count}] if count else []
     if {} in value:
         raise ValueError("a mapping without keys; write {type: TYPE, count: N}, or a number")
@@ -153,19 +153,25 @@ class NodeEntry(Schema):
         return [node, *(Node(name, *node[1:]) for name in others)]
 
 
+def _node_entries(value: Any) -> tuple[NodeEntry, ...]:
+    if isinstance(value, str) and value:
+        raise ValueError(f"{value!r} is not a list of machines; write it as an item below: - name: {value}")
+    return tuple_of(NodeEntry.read)(value)
+
+
 @dataclass(frozen=True, init=False)
 class ClusterFile(Schema):
     """The keys of cluster.yaml."""
 
     name: str = key(fields.word, "cluster")
-    nodes: tuple[NodeEntry, ...] = key(tuple_of(NodeEntry.read))
+    nodes: tuple[NodeEntry, ...] = key(_node_entries)
     controller: str | None = key(fields.word, None)
     ssh: Ssh = key(Ssh.read, Ssh())
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """All machines, in the order of the file: the first one with GPUs is the host of rank 0."""
+    """All machines, in the order of the file. Rank 0 is on the first with GPUs, or the first by name of those alike."""
 
     name: str
     nodes: tuple[Node, ...]

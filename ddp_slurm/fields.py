@@ -113,6 +113,17 @@ def port(value: Any) -> int:
     return number
 
 
+MAX_GPUS_OF_A_NODE = 1024
+"""A slip of the finger, or a plan that takes minutes."""
+
+
+def gpu_count(value: Any) -> int:
+    number = positive_number(value)
+    if number > MAX_GPUS_OF_A_NODE:
+        raise ValueError(f"{number} GPUs are more than a machine has; {MAX_GPUS_OF_A_NODE} at most are accepted")
+    return number
+
+
 def seconds(value: Any) -> float:
     """A time >= 0, such as 0.004 or 4e-3."""
     if isinstance(value, str) and re.fullmatch(r"[0-9]*\.?[0-9]+([eE]-?[0-9]{1,2})?", value):
@@ -168,12 +179,12 @@ time_limit = _matching(
 def limit_seconds(time_limit: str) -> int | None:
     """A checked time limit in seconds, None for one without an end.
 
-    >>> [limit_seconds(text) for text in ("90", "1:30", "2:00:00", "1-12", "1-00:30", "UNLIMITED")]
-    [5400, 90, 7200, 129600, 88200, None]
+    >>> [limit_seconds(text) for text in ("90", "1:30", "2:00:00", "1-12", "1-00:30", "UNLIMITED", "0")]
+    [5400, 90, 7200, 129600, 88200, None, None]
     """
     if not time_limit[0].isdigit():
         return None
     days, dash, rest = time_limit.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
-    return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
+    return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False)) or None

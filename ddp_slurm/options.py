@@ -152,7 +152,8 @@ class JobOptions(Schema):
         _node_list,
         None,
         "LIST",
-        "only these nodes, as a host list such as gpu[01-03],alpha; the first is the host of rank 0",
+        "only these nodes, as a host list such as gpu[01-03],alpha; the first, or of those alike "
+        "the first by name, is the host of rank 0",
     )
     gpus: int | None = key(fields.positive_number, None, "N", "only the first N GPUs, in the order of the nodes")
     name: str | None = key(_job_name, None, "NAME", "the job's name")

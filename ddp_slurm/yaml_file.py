@@ -90,6 +90,8 @@ class _Converter:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise self.error(f"{self.file.path}:{line}: a key must be one word")
             key = key_node.value
+            if key == "<<":
+                raise self.error(f"{self.file.path}:{line}: merge keys (<<) are not read; write the keys out")
             if key in result:
                 first = self.file.lines[(*path, key)]
                 twice = fault_text((*path, key), f"the key stands twice, first on line {first}")

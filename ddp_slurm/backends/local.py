@@ -13,6 +13,7 @@ from itertools import accumulate, takewhile
 
 from ..cluster import Cluster, GpuModel, Node
 from ..errors import DdpSlurmError
+from ..fields import MAX_GPUS_OF_A_NODE
 from ..plan import Plan
 from .runner import Process, run_all
 from .sbatch import clean_environ
@@ -37,8 +38,15 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def this_machine(gpus: int | None) -> Cluster:
-    """A cluster of this machine alone: its GPUs; without any, ``gpus`` ranks on the CPU (default one)."""
+    """A cluster of this machine alone: its GPUs; without any, ``gpus`` ranks on the CPU (default one).
+
+    Raises LocalError.
+    """
     count = len(visible_gpus()) or gpus or 1
+    if count > MAX_GPUS_OF_A_NODE:
+        raise LocalError(
+            f"--gpus: {count} ranks are too many for one machine; {MAX_GPUS_OF_A_NODE} at most are accepted"
+        )
     return Cluster("local", (Node(socket.gethostname(), (GpuModel(count=count),), cpus=os.cpu_count()),))
 
 

@@ -142,6 +142,8 @@ def test_without_a_cluster_file_it_is_this_machine(submit: Command, tmp_path: Pa
     (tmp_path / "report.py").write_text(REPORT)
     assert [r["world_size"] for r in reports(submit("--backend", "local", "--", "report.py"))] == [1]
     assert len(reports(submit("--backend", "local", "--gpus", "2", "--", "report.py"))) == 2
+    done = submit("--backend", "local", "--gpus", "999999999", "--", "report.py")
+    assert (done.returncode, "--gpus: 999999999 ranks are too many for one machine" in done.stderr) == (2, True)
     stub("nvidia-smi", 'for i in 0 1 2; do echo "GPU $i: NVIDIA X"; done')
     assert len(reports(submit("--backend", "local", "--", "report.py"))) == 3
 

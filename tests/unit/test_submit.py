@@ -168,6 +168,11 @@ def test_home_in_the_interpreters_path_is_expanded(
     assert f"{line}\n" in done.stdout, done.stderr
 
 
+def test_a_time_of_0_is_no_limit_to_slurm(uneven: Path, submit: Command) -> None:
+    done = submit("--backend", "sbatch", "--dry-run", "--time", "0", "--signal-seconds", "60", "--", "x")
+    assert "#SBATCH --time=0\n" in done.stdout, done.stderr
+
+
 def test_a_command_without_its_program(uneven: Path, submit: Command) -> None:
     done = submit("--backend", "sbatch", "--dry-run", "--", "-m", "train")
     assert (done.returncode, done.stdout) == (2, "")
