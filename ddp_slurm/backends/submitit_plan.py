@@ -88,7 +88,9 @@ def _output(options: JobOptions, folder: Path) -> str:
     """One log for all ranks, where submitit puts rank 0's."""
     if "output" in options.given:
         return options.output
-    return str(utils.JobPaths(folder).stdout).replace("%t", "0")
+    log = str(utils.JobPaths(folder).stdout).replace("%t", "0")
+    fixed = str(utils.JobPaths.get_first_id_independent_folder(folder))
+    return log.replace(fixed, fixed.replace("%", "%%"), 1)  # for sbatch, to which any % begins a pattern
 
 
 def _runs_folder(folder: Path) -> Path:

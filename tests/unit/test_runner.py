@@ -1,6 +1,8 @@
 """Several processes as one: what the tests of the local backend and of torchrun do not reach."""
 
 import os
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,3 +18,10 @@ def test_a_lifeline_gives_its_line_and_a_sign_of_life_now_and_then(
     process = Process(["sh", "-c", reads], os.environ, label="[a] ", name="reader", lifeline="a line")
     assert run_all([process], "node") == Ending(0, interrupted=False)
     assert capfd.readouterr().out == "[a] got a line\n[a] ...\n"
+
+
+def test_an_output_that_cannot_be_written_does_not_stop_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "wb", buffering=0) as full:
+        monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=full))
+        process = Process(["seq", "30000"], os.environ, label="", name="talks")
+        assert run_all([process], "rank") == Ending(0, interrupted=False)

@@ -165,6 +165,11 @@ def leave(job: HetSlurmJob[Any], results: dict[int, tuple[str, Any]]) -> None:
         job.task(rank).paths.result_pickle.write_bytes(pickle.dumps(outcome))
 
 
+def test_a_percent_sign_in_the_folder_is_no_pattern(uneven: Path, tmp_path: Path) -> None:
+    script = HetSlurmExecutor(tmp_path / "50%z/%j", uneven).script()
+    assert f"#SBATCH --output={tmp_path}/50%%z/%j/%j_0_log.out\n" in script
+
+
 def test_the_script(job: HetSlurmJob[Any], submitted: list[str], hostile_folder: Path, tmp_path: Path) -> None:
     (script,) = submitted
     assert job.job_id == "48"
