@@ -305,6 +305,13 @@ def test_a_log_that_cannot_be_written_ends_nothing_and_is_said_once(
     assert done.stdout.endswith("[0 gamma] 29999\n")
 
 
+def test_a_log_that_cannot_be_made_is_a_message(uneven: Path, submit: Command, tmp_path: Path) -> None:
+    (tmp_path / "log").symlink_to("no-such-folder/log")
+    done = submit("--backend", "local", "--gpus", "1", "--output", "log", "--", "true")
+    assert done.returncode == 2
+    assert f"error: --output: {tmp_path}/log: cannot be written: No such file or directory\n" in done.stderr
+
+
 def test_a_rank_killed_by_a_signal(uneven: Path, submit: Command, tmp_path: Path) -> None:
     (tmp_path / "kill.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     done = submit("--backend", "local", "--gpus", "1", "--", "kill.py")

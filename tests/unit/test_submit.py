@@ -103,7 +103,7 @@ def test_script_with_dry_run_is_printed_and_not_followed(uneven: Path, submit: C
 
 def test_job_file_is_under_the_command_line(uneven: Path, submit: Command, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(
-        "time: 10:00\ncpus-per-task: 3\nenv: {A: 1, B: 2}\nsetup: module load a\ncommand: >\n  python\n  'my train.py'\n"
+        "time: 10:00\ncpus-per-task: 3\nenv: {A: 1, B: 2}\nsetup: |\n  module load a\ncommand: >\n  python\n  'my train.py'\n"
     )
     done = submit(
         "--job", "job.yaml", "--backend", "sbatch", "--dry-run", "--time", "2-00", "--env", "B=3", "--setup", "b"
