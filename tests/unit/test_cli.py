@@ -52,7 +52,7 @@ STREAMS = {
     "no current folder": ("mkdir x; cd x; rmdir ../x; ddp submit --backend sbatch --dry-run --cluster $OLDPWD/cluster.yaml x",
                           2, "error: the current folder is gone; go to one that is there\n"),
     "not UTF-8": ("ddp submit --script s.sh caf$'\\xe9'.py", 2,
-                  """error: "command=(python3 'caf\\udce9.py')": '\\udce9' cannot be written as utf-8\n"""),
+                  """error: "_ddp_command=(python3 'caf\\udce9.py')": '\\udce9' cannot be written as utf-8\n"""),
     "not ASCII": ("ddp submit --backend sbatch --dry-run --name \u00f6 x", 2,
                   """error: '#SBATCH --job-name="\\xf6"': '\\xf6' cannot be written as ascii\n"""),
 }  # fmt: skip
