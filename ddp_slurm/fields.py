@@ -171,7 +171,7 @@ interface_name = _matching(r"[A-Za-z0-9_][A-Za-z0-9_.@:-]{0,14}", "a network int
 constraint = _matching(r"[A-Za-z0-9_.+&|,!*()\[\]-]+", "a constraint in Slurm's words, such as volta&nvlink")
 user_name = _matching(r"[A-Za-z_][A-Za-z0-9_.-]*", "a user's name")
 time_limit = _matching(
-    r"[0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}|UNLIMITED|INFINITE",
+    r"[0-9]{1,9}(:[0-9]{1,2}){0,2}|[0-9]{1,9}-[0-9]{1,2}(:[0-9]{1,2}){0,2}|UNLIMITED|INFINITE",
     "a time limit in Slurm's format: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S, such as 12:00:00 for twelve hours",
 )
 

@@ -34,7 +34,6 @@ def run_state(trainer: Trainer) -> dict[str, Any]:
         "step": trainer.step,
         "seed": trainer.seed,
         "train_samples": len(trainer.train_data),
-        "shares": list(trainer.sampler.shares),
         "model": model,
         "optimizer": trainer.optimizer.state_dict(),
         "scheduler": trainer.scheduler.state_dict() if trainer.scheduler is not None else None,
@@ -56,7 +55,7 @@ def load_run_state(trainer: Trainer, state: dict[str, Any]) -> None:
     except (RuntimeError, ValueError, KeyError) as error:
         raise SnapshotError(f"the snapshot {_path(trainer)} belongs to another model or optimizer: {error}") from error
     trainer.epoch, trainer.samples_done, trainer.step = state["epoch"], state["samples_done"], state["step"]
-    if state["shares"] == trainer.sampler.shares:
+    if len(state["ranks"]) == trainer.world.world_size:
         own = state["ranks"][trainer.world.rank]
         set_random_state(own["random"], trainer.world.device)
         trainer.batchnorm.load_own_state(own["batchnorm"])

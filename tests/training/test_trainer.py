@@ -128,6 +128,16 @@ def test_a_signal_to_one_rank_stops_all_after_one_step_and_asks_for_a_requeue(tm
     assert stopped[0].own_batchnorm != stopped[1].own_batchnorm  # the ranks' statistics do differ
 
 
+def test_what_belongs_to_a_rank_goes_on_with_other_shares_too(tmp_path: Path) -> None:
+    """Measured shares hardly ever come out the same twice."""
+    settings = Run((3, 5), tmp_path / "s.pt", save_every_steps=None, stateful=False, options={"log_every_steps": 100})
+    assert not run(tmp_path / "stopped", (1, 1), Run(**{**vars(settings), "usr2": (1, 8)}))[0].finished
+    resumed = run(tmp_path / "resumed", (1, 1), Run(**{**vars(settings), "shares": (5, 3)}))
+    whole = run(tmp_path / "whole", (1, 1), Run(**{**vars(settings), "snapshot": tmp_path / "other.pt"}))
+    of_the_epoch = [r["loss"] for r in resumed[0].records + whole[0].records if (r["kind"], r["step"]) == ("train", 12)]
+    assert of_the_epoch[0] == pytest.approx(of_the_epoch[1], rel=1e-9)
+
+
 def test_random_transforms_go_on_as_if_there_had_been_no_stop(tmp_path: Path) -> None:
     settings = Run((3, 5), tmp_path / "s.pt", save_every_steps=None, noisy=True)
     stopped = run(tmp_path / "stopped", (1, 1), Run(**{**vars(settings), "usr2": (1, 8)}))

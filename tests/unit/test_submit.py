@@ -186,6 +186,10 @@ def test_the_interpreter_that_was_asked_for(uneven: Path, submit: Command) -> No
 
 BAD = {
     "time": (["--time", "12h"], "--time: '12h' is not a time limit in Slurm's format"),
+    "time of too many digits": (
+        ["--time", "9" * 5000, "--signal-seconds", "60"],
+        "is not a time limit in Slurm's format",
+    ),
     "memory": (["--memory", "2.5G"], "--memory: '2.5G' is not a memory size"),
     "memory in Gi": (["--memory", "64Gi"], "--memory: '64Gi' is not a memory size"),
     "newline in a name": (["--name", "a\nb"], "--name: 'a\\nb' has a newline"),
