@@ -175,7 +175,9 @@ def _watch_for_failure(store: Store, env: RankEnv, own: RankFacts, rendezvous_se
 
 def _prefixed(store: Store) -> Store:
     # A second job that was given the same port must not speak here; and torchrun keeps one store over its restarts.
-    job = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID", "")
+    # With RANK set by hand a world may span several Slurm jobs.
+    name = "TORCHELASTIC_RUN_ID" if "RANK" in os.environ else "SLURM_JOB_ID"
+    job = os.environ.get(name, "")
     return PrefixStore(f"ddp_slurm/{job}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 

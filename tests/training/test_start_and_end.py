@@ -225,7 +225,7 @@ def test_a_rank_that_fails_ends_all(tmp_path: Path, how: str, status: int, words
 
 def test_a_second_job_on_the_same_port_leaves_the_first_alone(tmp_path: Path) -> None:
     port = {"MASTER_PORT": str(free_port())}
-    first_job, second_job = ({**port, "SLURM_JOB_ID": job} for job in ("1", "2"))
+    first_job, second_job = ({**port, "TORCHELASTIC_RUN_ID": job} for job in ("1", "2"))
     with world(tmp_path / "first", (2,), meet_and_leave_when_told, environ=first_job) as first:
         assert [first.receive(rank) for rank in (0, 1)] == ["met", "met"]
         said = run_world(tmp_path / "second", (2,), join, 1.0, environ=second_job)
@@ -233,6 +233,11 @@ def test_a_second_job_on_the_same_port_leaves_the_first_alone(tmp_path: Path) ->
         for rank in (0, 1):
             tell(first.pipes[rank], "go")
         assert first.results() == ["left", "left"]
+
+
+def test_a_world_by_hand_may_span_two_slurm_jobs(tmp_path: Path) -> None:
+    found = run_world(tmp_path, (1, 1), join, change=lambda rank, v: {**v, "SLURM_JOB_ID": str(rank)})
+    assert found == ["met", "met"]
 
 
 def test_gloo_that_is_asked_for_leaves_the_gpus_alone(tmp_path: Path) -> None:
