@@ -1,15 +1,18 @@
 # shellcheck shell=sh
 # munge and slurm have the same ids on all nodes, set before the packages would choose some. MUNGE_UID, SLURM_UID.
 
+# A group of its own, of any number: the packages of Debian and Ubuntu mostly choose another than the user's.
 is_right() { # NAME ID
-    [ "$(id -u "$1" 2>/dev/null)" = "$2" ] && [ "$(getent group "$1" | cut -d: -f3)" = "$2" ]
+    [ "$(id -u "$1" 2>/dev/null)" = "$2" ] && [ "$(id -gn "$1" 2>/dev/null)" = "$1" ]
 }
 
 check() {
     missing=0
     for pair in "munge $MUNGE_UID" "slurm $SLURM_UID"; do
         if ! is_right "${pair% *}" "${pair#* }"; then
-            say "user ${pair% *} has id $(id -u "${pair% *}" 2>/dev/null || echo none), not ${pair#* }"
+            name=${pair% *}
+            has="id $(id -u "$name" 2>/dev/null || echo none) and group $(id -gn "$name" 2>/dev/null || echo none)"
+            say "user $name has $has, not id ${pair#* } and group $name"
             missing=1
         fi
     done
@@ -23,11 +26,11 @@ one_user() { # NAME ID UNIT DAEMON: the files it owns follow its id
     other=$(getent passwd "$id" | cut -d: -f1)
     if [ -n "$other" ] && [ "$other" != "$name" ]; then fail "id $id, wanted for $name, belongs to $other"; fi
     if [ -n "$(daemon_pid "$4")" ]; then stop_daemon "$3" "$4"; fi
-    if getent group "$name" >/dev/null; then groupmod -g "$id" "$name"; else groupadd -r -g "$id" "$name"; fi
+    getent group "$name" >/dev/null || groupadd -r -g "$id" "$name" || groupadd -r "$name"
     if getent passwd "$name" >/dev/null; then
-        usermod -u "$id" -g "$id" "$name"
+        usermod -u "$id" -g "$name" "$name"
     else
-        useradd -r -u "$id" -g "$id" -d "/nonexistent" -M -s /usr/sbin/nologin "$name"
+        useradd -r -u "$id" -g "$name" -d "/nonexistent" -M -s /usr/sbin/nologin "$name"
     fi
     for folder in "/etc/$name" "/var/lib/$name" "/var/log/$name" "/run/$name" /var/spool/slurm*; do
         if [ -e "$folder" ] && [ "$folder" != /etc/slurm ]; then chown -R "$name:$name" "$folder"; fi

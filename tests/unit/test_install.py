@@ -15,6 +15,7 @@ from ddp_slurm.admin.install import STEPS, InstallError, Outcome, first_job, ins
 from ddp_slurm.admin.remote import RemoteError, Result
 from ddp_slurm.cluster import Cluster, GpuModel, Node, Ssh
 
+STEPS_FOLDER = Path(installer.__file__).parents[2] / "cluster_setup/steps"
 CLUSTER = Cluster(
     "lab",
     (
@@ -165,8 +166,8 @@ def test_the_inventory_tells_ansible_how_to_reach_the_nodes() -> None:
 
 def run_shell(body: str, tmp_path: Path, dry_run: str = "no") -> "subprocess.CompletedProcess[str]":
     """A step of one's own behind the common part."""
-    common = Path(installer.__file__).parents[2] / "cluster_setup/steps/common.sh"
-    text = f"DRY_RUN={dry_run}\nNODE=a\nCONTROLLER=a\nF='{tmp_path}/f'\n{common.read_text()}\n{body}\nrun_step\n"
+    common = (STEPS_FOLDER / "common.sh").read_text()
+    text = f"DRY_RUN={dry_run}\nNODE=a\nCONTROLLER=a\nF='{tmp_path}/f'\n{common}\n{body}\nrun_step\n"
     return subprocess.run(["sh", "-s"], input=text, capture_output=True, text=True, check=False)
 
 
@@ -201,6 +202,16 @@ def test_the_marked_block_is_replaced_and_the_rest_kept(tmp_path: Path) -> None:
     assert text == "mine\nalso mine\n# begin of ddp-slurm\nnew 1\nnew 2\n# end of ddp-slurm\n"
     assert run_shell(body, tmp_path).stdout == "result ok\n"
     assert file.read_text() == text
+
+
+def test_a_users_group_may_have_another_number(tmp_path: Path) -> None:
+    body = f"""MUNGE_UID=102 SLURM_UID=64030
+    {(STEPS_FOLDER / "users.sh").read_text()}
+    getent() {{ echo munge:x:105:; }}
+    id() {{ case $* in "-u munge") echo 102 ;; "-u slurm") echo 64030 ;; "-gn "*) echo "$2" ;; esac; }}"""
+    assert run_shell(body, tmp_path, "yes").stdout == "result ok\n"
+    other = run_shell(body.replace("MUNGE_UID=102", "MUNGE_UID=7"), tmp_path, "yes").stdout
+    assert other == "say user munge has id 102 and group munge, not id 7 and group munge\nresult would-change\n"
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
