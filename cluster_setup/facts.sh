@@ -178,7 +178,8 @@ print("facts " + json.dumps(found))
 '
 }
 
-echo 'facts begin'
+# On a line of its own: what the login shell printed before may have no end of line.
+printf '\nfacts begin\n'
 if [ "${DEPTH:-}" = credential ]; then
     credential
 else

@@ -13,6 +13,7 @@ else
     if [ -z "$(candidate)" ] && [ "$DRY_RUN" = no ]; then apt-get -q update || true; fi
     fact slurm_version "$(candidate | sed 's/^[0-9]*://;s/[-+~].*//')"
 fi
-if [ "${ASK_KEY:-}" = yes ] && [ "$(stat -c %s /etc/munge/munge.key 2>/dev/null)" = 1024 ]; then
-    fact munge_key "$(base64 -w0 </etc/munge/munge.key)"
+# munged takes no key below 32 bytes; those of Debian's package have 128.
+if [ "${ASK_KEY:-}" = yes ] && [ "$(stat -c %s /etc/munge/munge.key 2>/dev/null || echo 0)" -ge 32 ]; then
+    fact munge_key "$(base64 -w0 /etc/munge/munge.key)"
 fi

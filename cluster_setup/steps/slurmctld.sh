@@ -31,6 +31,10 @@ apply() {
     install -d -m 0755 /etc/slurm
     install -d -o slurm -g slurm -m 0755 /var/lib/slurm /var/lib/slurm/slurmctld /var/log/slurm
     for file in slurm.conf gres.conf cgroup.conf; do
+        if [ -e "/etc/slurm/$file" ] && ! config_text "$file" | cmp -s - "/etc/slurm/$file"; then
+            cp -p --backup=numbered "/etc/slurm/$file" "/etc/slurm/$file.old" # somebody may have changed it by hand
+            say "the former one is kept: /etc/slurm/$file.old"
+        fi
         write_file "/etc/slurm/$file" 0644 root:root "$(config_text "$file")
 "
     done

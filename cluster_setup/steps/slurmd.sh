@@ -61,7 +61,9 @@ apply() {
     stop_daemon slurmd slurmd
     install -d -o slurm -g slurm -m 0755 /var/lib/slurm /var/log/slurm
     install -d -m 0755 /var/lib/slurm/slurmd
-    if ! is_controller && [ -e /etc/slurm/slurm.conf ]; then mv /etc/slurm/slurm.conf /etc/slurm/slurm.conf.old; fi
+    if ! is_controller && [ -e /etc/slurm/slurm.conf ]; then
+        mv --backup=numbered /etc/slurm/slurm.conf /etc/slurm/slurm.conf.old
+    fi
     write_file /usr/local/sbin/gpu_check.sh 0755 root:root "$GPU_CHECK_TEXT
 "
     write_file /etc/default/slurmd 0644 root:root "$(options_text)

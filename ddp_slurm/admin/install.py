@@ -9,7 +9,7 @@ import secrets
 import shlex
 import socket
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import resources
 from ipaddress import ip_address
 
@@ -30,7 +30,8 @@ DEFAULT_SLURM_ID = 64030
 STEP_TIMEOUT_SECONDS = 1800.0
 """apt on a slow line takes its time."""
 
-LOCK = ("flock", "-o", "-w", "900", "/run/ddp-slurm-install.lock")
+LOCK_HELD = 75
+LOCK = ("flock", "-o", "-w", "900", "-E", str(LOCK_HELD), "/run/ddp-slurm-install.lock")
 """The shell of an installer that was broken off goes on by itself; the next one waits for it."""
 
 
@@ -160,8 +161,10 @@ def _look(
 
 
 def _told_before(stdout: str) -> _Before:
-    facts = [line.removeprefix("fact ").partition(" ") for line in stdout.splitlines() if line.startswith("fact ")]
-    return _Before(**{key: value.strip() for key, _, value in facts})
+    """A login banner may have lines of any kind."""
+    pairs = (line.removeprefix("fact ").partition(" ") for line in stdout.splitlines() if line.startswith("fact "))
+    known = {entry.name for entry in fields(_Before)}
+    return _Before(**{key: value.strip() for key, _, value in pairs if key in known})
 
 
 def _one_release(before: Mapping[str, _Before], *, dry_run: bool) -> str:
@@ -290,17 +293,21 @@ def _outcome(step: Step, node: str, answer: Result | RemoteError) -> Outcome:
 
 
 def _run_shell(node: Node, name: str, settings: Mapping[str, str], call: str, runner: Runner) -> Result:
-    return run_script(
+    result = run_script(
         node, step_script(name, {"NODE": node.name, **settings}, call),
         as_root=True, wrapper=LOCK, timeout_seconds=STEP_TIMEOUT_SECONDS, runner=runner,
     )  # fmt: skip
+    if result.returncode == LOCK_HELD:  # flock itself says nothing
+        raise RemoteError(f"{node.name}: another installer has been at work there for 15 minutes ({LOCK[-1]})")
+    return result
 
 
 def step_script(name: str, settings: Mapping[str, str], call: str = "run_step") -> str:
     """The whole text that a node's shell reads: settings, the common part, the step, and the call."""
     folder = resources.files("ddp_slurm.cluster_setup").joinpath("steps")
     parts = [folder.joinpath(f"{part}.sh").read_text(encoding="utf-8") for part in ("common", name)]
-    return "\n".join([*(f"{key}={shlex.quote(value)}" for key, value in settings.items()), *parts, call])
+    # echo: what the login shell printed before may have no end of line
+    return "\n".join([*(f"{key}={shlex.quote(value)}" for key, value in settings.items()), "echo", *parts, call])
 
 
 def _last_words(text: str, lines: int = 4) -> str:

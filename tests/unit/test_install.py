@@ -143,6 +143,48 @@ def test_a_node_that_others_cannot_reach_by_its_address_is_refused() -> None:
             install(Cluster("lab", (node,)), runner=Nodes())
 
 
+def test_what_a_login_shell_prints_is_passed_over() -> None:
+    class Chatty(Nodes):
+        def __call__(self, node: Node, *words: object, **named: object) -> Result:
+            answer = super().__call__(node, *words, **named)  # type: ignore[arg-type]
+            return Result(0, f"fact of the day: cats purr\n{answer.stdout}", "")
+
+    assert {outcome.result for outcome in install(CLUSTER, runner=Chatty())} == {"ok"}
+    body = step_script("before", {}, "").partition("\n# shellcheck")[0]
+    told = subprocess.run(["sh", "-c", f"printf title; {body}; echo result ok"], capture_output=True, text=True)
+    assert "result ok" in told.stdout.splitlines()
+
+
+def test_an_installer_that_is_at_work_already_is_named() -> None:
+    with pytest.raises(InstallError, match=r"gamma: another installer has been at work there for 15 minutes \(/run/"):
+        install(
+            CLUSTER, runner=Nodes(answer=lambda step, node: Result(75 if node == "gamma" else 0, "result ok\n", ""))
+        )
+
+
+@pytest.mark.parametrize(("size", "line"), [("128", "fact munge_key S0VZ"), ("0", None)])
+def test_a_cluster_keeps_its_munge_key(tmp_path: Path, size: str, line: str | None) -> None:
+    body = f"""ASK_KEY=yes
+    stat() {{ echo {size}; }}
+    base64() {{ echo S0VZ; }}
+    {(STEPS_FOLDER / "before.sh").read_text()}
+    run_step() {{ :; }}"""
+    told = run_shell(body, tmp_path, "yes").stdout.splitlines()
+    assert next((word for word in told if "munge_key" in word), None) == line
+
+
+def test_a_configuration_that_was_changed_by_hand_is_kept(tmp_path: Path) -> None:
+    step = (STEPS_FOLDER / "slurmctld.sh").read_text().replace("/etc/slurm", str(tmp_path))
+    body = f"""{step}
+    SLURM_CONF=new GRES_CONF=new CGROUP_CONF=new
+    stop_daemon() {{ :; }}; start_daemon() {{ :; }}; install() {{ :; }}; chown() {{ :; }}; verify() {{ :; }}"""
+    for text in ("mine", "also mine"):
+        (tmp_path / "slurm.conf").write_text(text)
+        assert "result changed" in run_shell(body, tmp_path).stdout
+    kept = sorted(file.read_text() for file in tmp_path.glob("slurm.conf.old*"))
+    assert ((tmp_path / "slurm.conf").read_text(), kept) == ("new\n", ["also mine", "mine"])
+
+
 def test_the_first_job_has_a_task_for_each_gpu() -> None:
     line, tasks = first_job(CLUSTER)
     assert tasks == 3  # alpha has two CPUs for its four GPUs, login no GPU
