@@ -40,12 +40,10 @@ def _nvidia(outputs: Outputs) -> list[Gpu]:
         line.split(", ", 1) for line in _answer(outputs, "nvidia-smi.capability").splitlines() if ", " in line
     )
     minors = _device_minors(outputs)
+    if any(nvidia_fault(status, text) for status, text in outputs.get("nvidia-smi", ())):
+        return []  # the rest of the table after a card was lost is not the machine
     gpus: list[Gpu] = []
-    for line in _answer(outputs, "nvidia-smi").splitlines():
-        fields = [part.strip() for part in line.split(",", 4)]
-        if len(fields) != 5 or not fields[0].isdigit():
-            continue  # a warning that nvidia-smi prints around its table
-        index, bus_id, memory, driver, name = fields
+    for index, bus_id, memory, driver, name in _rows(_answer(outputs, "nvidia-smi")):
         capability = capabilities.get(index, "").strip()
         gpus.append(
             Gpu(
@@ -60,6 +58,26 @@ def _nvidia(outputs: Outputs) -> list[Gpu]:
             )
         )
     return gpus
+
+
+def _rows(text: str) -> list[list[str]]:
+    """The five fields of each card, without the warnings that nvidia-smi prints around its table."""
+    rows = [[part.strip() for part in line.split(",", 4)] for line in text.splitlines()]
+    return [row for row in rows if len(row) == 5 and row[0].isdigit()]
+
+
+def nvidia_fault(status: int, text: str) -> str | None:
+    """What nvidia-smi says where it failed or lost a card; None where all is well.
+
+    >>> nvidia_fault(0, "0, 00000000:17:00.0, [GPU is lost], [GPU is lost], [GPU is lost]")
+    'GPU 0 at 00000000:17:00.0: [GPU is lost]'
+    """
+    rows = _rows(text)
+    lost = [f"GPU {row[0]} at {row[1]}: {row[4]}" for row in rows if row[4].startswith("[")]
+    said = [line for line in text.splitlines() if line.strip() and not _rows(line)]
+    if status == 0:
+        return lost[0] if lost else None
+    return next(iter([*lost, *said]), f"it says nothing (exit status {status})")
 
 
 def _device_minors(outputs: Outputs) -> dict[str, int]:
@@ -85,21 +103,27 @@ def _json(text: str) -> Any:
         return None
 
 
+def _mapping(value: Any) -> dict[str, Any]:
+    """The tools print "N/A" in place of a part that they cannot read."""
+    return value if isinstance(value, dict) else {}
+
+
 def _amd_smi(text: str) -> list[Gpu]:
     data = _json(text)
     cards = data.get("gpu_data", []) if isinstance(data, dict) else data or []  # wrapped since ROCm 6.4
     gpus: list[Gpu] = []
-    for card in cards:
-        asic, vram, bus = card.get("asic", {}), card.get("vram", {}), card.get("bus", {})
+    for number, card in enumerate(map(_mapping, cards)):
+        asic, vram, bus, driver = (_mapping(card.get(part)) for part in ("asic", "vram", "bus", "driver"))
+        index = str(card.get("gpu"))
         size = vram.get("size", vram.get("vram_size_mb", 0))
         megabytes = size.get("value", 0) if isinstance(size, dict) else size
         gpus.append(
             Gpu(
-                index=int(card.get("gpu", len(gpus))),
+                index=int(index) if index.isdigit() else number,
                 name=str(asic.get("market_name", "AMD GPU")),
                 memory_mib=int(megabytes) if str(megabytes).isdigit() else 0,
                 vendor="amd",
-                driver=str(card.get("driver", {}).get("version", "")),
+                driver=str(driver.get("version", "")),
                 compute_capability=str(asic.get("target_graphics_version", "")),
                 bus_id=str(bus.get("bdf", "")).lower(),
             )
@@ -108,9 +132,9 @@ def _amd_smi(text: str) -> list[Gpu]:
 
 
 def _rocm_smi(text: str) -> list[Gpu]:
-    data = _json(text)
-    cards = {k: v for k, v in data.items() if re.fullmatch(r"card\d+", k)} if isinstance(data, dict) else {}
-    driver = str(data.get("system", {}).get("Driver version", "")) if isinstance(data, dict) else ""
+    data = _mapping(_json(text))
+    cards = {k: _mapping(v) for k, v in data.items() if re.fullmatch(r"card\d+", k)}
+    driver = str(_mapping(data.get("system")).get("Driver version", ""))
     gpus: list[Gpu] = []
     for card, about in sorted(cards.items(), key=lambda item: int(item[0][4:])):
         known = {key.lower(): str(value) for key, value in about.items()}  # the capitals changed with ROCm 6

@@ -17,7 +17,7 @@ from ..yaml_file import load_yaml, validate
 from .cluster_yaml import probed_cluster_yaml
 from .configs import FIRST_RENDER_MINOR, schedulable_memory_mb
 from .facts import Facts, gather
-from .gpus import Gpu, gres_types
+from .gpus import Gpu, gres_types, nvidia_fault
 from .remote import RemoteError, Runner, on_all, run
 
 NVIDIA_VENDOR = "0x10de"
@@ -99,12 +99,16 @@ def gpu_warning(facts: Facts) -> str | None:
     """Why the cards of a machine cannot be seen, though there are some or a tool for them; None where all is well."""
     if facts.gpus:
         return None
-    for tool in ("nvidia-smi", "amd-smi", "rocm-smi"):
+    nvidia = facts.block("nvidia-smi")
+    if nvidia and (fault := nvidia_fault(nvidia.status, nvidia.text)):
+        return f"nvidia-smi fails: {fault}"
+    for tool in ("amd-smi", "rocm-smi"):
         block = facts.block(tool)
         if block and block.status != 0:
             return f"{tool} fails: {block.text.splitlines()[0] if block.text else 'it says nothing'}"
-    if NVIDIA_VENDOR in facts.values.get("pci_gpu", ()) and facts.block("nvidia-smi") is None:
-        return "there is an NVIDIA card, but no nvidia-smi; install the driver first"
+    if NVIDIA_VENDOR in facts.values.get("pci_gpu", ()):
+        shown = "nvidia-smi shows none" if nvidia else "no nvidia-smi; install the driver first"
+        return f"there is an NVIDIA card, but {shown}"
     return None
 
 

@@ -2,13 +2,14 @@
 
 import os
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from ddp_slurm.admin import probe as probing
 from ddp_slurm.admin.cluster_yaml import probed_cluster_yaml
-from ddp_slurm.admin.facts import Block, Facts, Topology, gather, parse_facts
+from ddp_slurm.admin.facts import Block, Facts, Topology, facts_script, gather, parse_facts
 from ddp_slurm.admin.gpus import gres_types, parse_gpus
 from ddp_slurm.admin.probe import ProbeError, nodes_of_arguments, probed_cluster
 from ddp_slurm.admin.remote import RemoteError, Result
@@ -74,6 +75,10 @@ def test_a_driver_too_old_for_a_field_and_a_failing_one() -> None:
     mismatch = "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 550.54"
     assert parse_gpus({"nvidia-smi": [(18, mismatch)]}) == ()
     assert parse_gpus({"nvidia-smi": [(15, NVIDIA_SMI)]}) == ()  # the rest of the table after a card was lost
+    assert (
+        parse_gpus({"nvidia-smi": [(0, NVIDIA_SMI + "\n3, 00000000:DA:00.0, " + ", ".join(["[GPU is lost]"] * 3))]})
+        == ()
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,6 +142,24 @@ def test_a_banner_is_passed_over_and_a_cut_answer_refused() -> None:
     for cut in ("", "Welcome!\n", whole[: whole.index("facts end")]):
         with pytest.raises(RemoteError, match="not complete"):
             parse_facts(cut)
+
+
+def test_a_banner_without_an_end_of_line_is_passed_over() -> None:
+    script = "printf title\n" + facts_script({"DEPTH": "credential"})
+    parse_facts(subprocess.run(["sh"], input=script, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.parametrize(
+    ("tool", "text", "count"),
+    [
+        ("amd-smi", '[{"gpu": "N/A", "asic": "N/A", "vram": "N/A", "bus": "N/A", "driver": "N/A"}]', 1),
+        ("amd-smi", '["N/A"]', 1),
+        ("rocm-smi", '{"card0": "N/A", "system": "N/A"}', 1),
+        ("rocm-smi", "[]", 0),
+    ],
+)
+def test_amd_cards_of_which_nothing_can_be_read(tool: str, text: str, count: int) -> None:
+    assert len(parse_gpus({tool: [(0, text)]})) == count
 
 
 def stub(folder: Path, name: str, text: str) -> None:
@@ -287,6 +310,16 @@ def test_hostile_arguments_are_refused(argument: str) -> None:
             "block nvidia-smi 9\n|NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver",
             "fails: NVIDIA-SMI has",
         ),
+        (
+            "block nvidia-smi 15\n|0, 00000000:01:00.0, 24564, 535.1, NVIDIA A100\n|Unable to determine the device handle",
+            "fails: Unable to determine",
+        ),
+        (
+            "block nvidia-smi 0\n|0, 00000000:01:00.0, [GPU is lost], 5, [GPU is lost]",
+            "GPU 0 at 00000000:01:00.0: [GPU",
+        ),
+        ("block nvidia-smi 124\n|", "fails: it says nothing (exit status 124)"),
+        ("block nvidia-smi 0\n|No devices were found\nfact pci_gpu 0x10de", "nvidia-smi shows none"),
         ("fact pci_gpu 0x1002\nfact pci_gpu 0x10de", "no nvidia-smi; install the driver"),
     ],
 )

@@ -4,6 +4,7 @@ import math
 import re
 
 from ..facts import Facts
+from ..gpus import nvidia_fault
 from .finding import Findings, Severity
 from .snapshot import Snapshot
 
@@ -78,7 +79,7 @@ def gpu_count(snapshot: Snapshot) -> Findings:
 
 def _driver_fault(facts: Facts) -> str | None:
     block = facts.block("nvidia-smi")
-    return block.text.splitlines()[0] if block and block.status and block.text else None
+    return nvidia_fault(block.status, block.text) if block else None
 
 
 def driver(snapshot: Snapshot) -> Findings:
