@@ -16,8 +16,8 @@ expected=$(printf '%s\n' "$record" | sed -n 's/.* Gres=\([^ ]*\) .*/\1/p' | sed 
     awk -F: '$1 == "gpu" { count += $NF } END { print count + 0 }')
 
 if command -v nvidia-smi >/dev/null 2>&1; then
-    # A card that fell off the bus makes nvidia-smi hang or fail as a whole.
-    found=$(timeout 60 nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ')
+    # A card that fell off the bus makes nvidia-smi hang or fail as a whole. slurmd ends this program itself after 60 s.
+    found=$(timeout -k 5 30 nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ')
 else
     found=$(find /dev/dri -name 'renderD*' -type c 2>/dev/null | wc -l)
 fi

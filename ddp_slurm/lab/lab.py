@@ -22,6 +22,8 @@ from .errors import LabError
 from .machine import check_machine, with_system_programs
 
 LABS_FOLDER = Path("/run/ddp_slurm_lab")
+SOCKET_PATH_BYTES = 107
+"""Linux allows no more in the path of a socket (unix(7))."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +59,17 @@ class Lab:
         """
         check_machine(slurm_root)
         check_name(name)
-        if len(cluster.nodes) > network.MAX_NODES:
-            raise LabError(f"{len(cluster.nodes)} nodes are too many for one machine; at most {network.MAX_NODES}")
-        if any(node.name == "localhost" for node in cluster.nodes):
-            raise LabError("a node of a lab cannot be called 'localhost': to each of its hosts that is itself")
-        lab = cls._reserve(cluster, name, Path(slurm_root).resolve() if slurm_root else None)
+        check_nodes(cluster, name)
+        umask = os.umask(0o022)  # other users submit jobs too
         try:
-            lab._start(cluster)
-        except BaseException:  # Ctrl-C too must not leave half a lab
-            lab.down()
-            raise
+            lab = cls._reserve(cluster, name, Path(slurm_root).resolve() if slurm_root else None)
+            try:
+                lab._start(cluster)
+            except BaseException:  # Ctrl-C too must not leave half a lab
+                lab.down()
+                raise
+        finally:
+            os.umask(umask)
         return lab
 
     @classmethod
@@ -237,6 +240,22 @@ def _prefix(name: str) -> str:
 def check_name(name: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,30}", name):
         raise LabError(f"{name!r} is not a lab's name; up to 31 letters, digits, - and _ are accepted")
+
+
+def check_nodes(cluster: Cluster, lab: str) -> None:
+    """Raises LabError for nodes that a lab of that name cannot have."""
+    if len(cluster.nodes) > network.MAX_NODES:
+        raise LabError(f"{len(cluster.nodes)} nodes are too many for one machine; at most {network.MAX_NODES}")
+    # slurmstepd's socket for a batch script, with the node's name twice in it
+    longest = (SOCKET_PATH_BYTES - len(f"{LABS_FOLDER}/{lab}/spool//_99999.4294967291")) // 2
+    for node in cluster.nodes:
+        if node.name == "localhost":
+            raise LabError("a node of a lab cannot be called 'localhost': to each of its hosts that is itself")
+        if len(node.name) > longest:
+            raise LabError(
+                f"node {node.name!r} has {len(node.name)} characters; in a lab called {lab!r} at most {longest} fit "
+                "into the paths of Slurm's sockets"
+            )
 
 
 def _command_name(pid: int) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 from ddp_slurm.cluster import Cluster, Node
 from ddp_slurm.lab import Lab, LabError, config, network
-from ddp_slurm.lab.lab import LABS_FOLDER
+from ddp_slurm.lab.lab import LABS_FOLDER, check_nodes
 
 TWO_NODES = """\
 name: small
@@ -263,6 +263,26 @@ def test_command_line(needs_lab, new_name, tmp_path):
     again = cli("down", "--name", new_name)
     assert (again.returncode, again.stdout) == (2, "")
     assert again.stderr.startswith(f"error: no lab '{new_name}' is running")
+
+
+def test_other_users_reach_a_lab_of_a_root_with_a_narrow_umask(make_lab):
+    former = os.umask(0o077)
+    try:
+        lab = make_lab("nodes:\n  - {name: a, gpus: 1}\n")
+        assert os.umask(0o077) == 0o077
+    finally:
+        os.umask(former)
+    asked = lab.run(["runuser", "-u", "nobody", "--", "sinfo", "-ho", "%N"], capture_output=True, text=True, timeout=30)
+    assert asked.stdout == "a\n", asked.stderr
+
+
+def test_nodes_that_a_lab_cannot_have_are_refused():
+    longest = Cluster("x", (Node("a" * 30),))
+    check_nodes(longest, "lab")
+    with pytest.raises(LabError, match="has 30 characters; in a lab called 'labs' at most 29 fit"):
+        check_nodes(longest, "labs")
+    with pytest.raises(LabError, match="'localhost'"):
+        check_nodes(Cluster("x", (Node("localhost"),)), "lab")
 
 
 def test_what_is_missing_is_named(monkeypatch):

@@ -1,6 +1,7 @@
 """The installer's own part: what is asked, in which order, what travels where. The steps run in tests/slurm."""
 
 import base64
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
@@ -183,6 +184,22 @@ def test_a_configuration_that_was_changed_by_hand_is_kept(tmp_path: Path) -> Non
         assert "result changed" in run_shell(body, tmp_path).stdout
     kept = sorted(file.read_text() for file in tmp_path.glob("slurm.conf.old*"))
     assert ((tmp_path / "slurm.conf").read_text(), kept) == ("new\n", ["also mine", "mine"])
+
+
+def test_the_health_check_is_done_before_slurmd_ends_it(tmp_path: Path) -> None:
+    stubs = {
+        "scontrol": "echo \"$*\" >>F.said; echo 'NodeName=a State=IDLE Gres=gpu:2 '",
+        "timeout": 'echo "$*" >F.limits; exit 124',
+        "nvidia-smi": "",
+    }
+    for name, line in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line.replace('F.', f'{tmp_path}/')}\n")
+        (tmp_path / name).chmod(0o755)
+    script = STEPS_FOLDER.parent / "gpu_check.sh"
+    subprocess.run(["sh", script], env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, check=True)
+    _, grace, limit, *_ = (tmp_path / "limits").read_text().split()
+    assert int(grace) + int(limit) <= 40  # slurm.conf(5): killed after 60 s
+    assert "State=DRAIN Reason=gpu_check: 0 of 2 GPUs answer" in (tmp_path / "said").read_text()
 
 
 def test_the_first_job_has_a_task_for_each_gpu() -> None:
