@@ -13,6 +13,8 @@ from .snapshot import parse_slurm_nodes
 
 SRUN_PATIENCE_SECONDS = 60
 """How long srun waits for a node that is busy."""
+MEMORY_MB = 2048
+"""importing torch takes some 500 MiB, and Slurm ends a job that takes more than it asked for."""
 
 
 class DoctorError(DdpSlurmError):
@@ -50,11 +52,14 @@ def runner_of(via: str) -> Runner:
 def run_by_srun(
     node: Node, argv: Sequence[str], *, input: bytes | None = None, timeout_seconds: float = 300.0
 ) -> Result:
-    """Run a command on a node as a small job; for clusters whose nodes users cannot log in to.
+    """Run a command on a node as a small job with all its GPUs; for clusters whose nodes users cannot log in to.
 
     Raises RemoteError where Slurm does not give the node within a minute, or the command is not done in time.
     """
-    options = [f"--nodelist={node.name}", "--nodes=1", "--ntasks=1", "--mem=64M", "--job-name=doctor", "--quiet"]
+    memory = f"--mem={min(MEMORY_MB, node.memory_mb or MEMORY_MB)}M"
+    options = [f"--nodelist={node.name}", "--nodes=1", "--ntasks=1", memory, "--job-name=doctor", "--quiet"]
+    if node.gres:  # ConstrainDevices hides the cards of others from nvidia-smi
+        options.append(f"--gres={node.gres}")
     if node.partition:
         options.append(f"--partition={node.partition}")
     command = ["srun", f"--immediate={SRUN_PATIENCE_SECONDS}", *options, *argv]
