@@ -197,11 +197,12 @@ class HetSlurmJob(core.Job[core.R]):
         path = self._log_path
         if name != "stdout" or not path.exists():
             return None
-        text = path.read_text(errors="replace")
+        text = path.read_bytes().decode(errors="replace")
         if self._sub_jobs or len(self._world) == 1:
             return text
         rank = RankFilter(self._tasks[0])
-        lines = (rank.text(line) for line in text.splitlines())
+        # not splitlines: what follows a progress bar's \r has no label of its own
+        lines = (rank.text(line) for line in text.removesuffix("\n").split("\n"))
         return "".join(f"{line}\n" for line in lines if line is not None)
 
 

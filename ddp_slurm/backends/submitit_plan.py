@@ -79,7 +79,7 @@ def _task_plan(plan: Plan, folder: Path, max_restarts: int, signal_seconds: int 
         "env": {**options.env, "SUBMITIT_EXECUTOR": NAME},
         "setup": (*options.setup, f"rm -f -- {stale} {stale}.save_tmp"),
         "signal_seconds": options.signal_seconds or signal_seconds,
-        "max_restarts": options.max_restarts or max_restarts,
+        "max_restarts": options.max_restarts if "max_restarts" in options.given else max_restarts,
     }
     return replace(plan, options=options.replaced(**changed))
 
@@ -130,12 +130,18 @@ def _from_generic(parameters: Mapping[str, Any]) -> dict[str, Any]:
     if "timeout_min" in values:
         values["time"] = values.pop("timeout_min")
     if "mem_gb" in values:
-        values["memory"] = f"{int(values.pop('mem_gb') * 1024)}M"
+        values["memory"] = _memory(values.pop("mem_gb"))
     if isinstance(values.get("time"), int):
         values["time"] = str(values["time"])
     if isinstance(values.get("env"), Mapping):
         values["env"] = {name: str(value) for name, value in values["env"].items()}
     return values
+
+
+def _memory(gigabytes: object) -> str:
+    if isinstance(gigabytes, int | float) and 1 / 1024 <= gigabytes < float("inf"):
+        return f"{int(gigabytes * 1024)}M"
+    raise OptionsError(f"mem_gb={gigabytes!r} is not a number of gigabytes, such as 64 or 1.5")
 
 
 def minutes(time_limit: str | None) -> int:

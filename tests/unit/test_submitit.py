@@ -214,6 +214,12 @@ def test_results_by_rank(job: HetSlurmJob[Any]) -> None:
     assert job.exception() is None
 
 
+def test_a_progress_bar_stays_with_its_rank(job: HetSlurmJob[Any]) -> None:
+    job.paths.stdout.write_bytes(b"5: 10%\r20%\n6: 30%\r40%\n")
+    assert job.task(6).stdout() == "30%\r40%\n"
+    assert job.stdout() == "5: 10%\r20%\n6: 30%\r40%\n"
+
+
 def test_the_first_ranks_error_reaches_the_caller(job: HetSlurmJob[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     leave(job, {rank: ("error", f"Traceback {rank}\nValueError: bad luck of {rank}") for rank in (2, 4)})
     os.utime(job.task(4).paths.result_pickle, (1, 1))
@@ -336,6 +342,8 @@ def test_parameters(uneven: Path, tmp_path: Path, submitted: list[str], monkeypa
     ):
         assert line in script
     assert executor.plan().world_size == 4
+    executor.update_parameters(max_restarts=0)
+    assert "#SBATCH --no-requeue\n" in executor.script()
 
 
 BAD = {
@@ -344,6 +352,8 @@ BAD = {
     "tasks": ({"tasks_per_node": 4}, "tasks_per_node=4: the plan decides"),
     "streams": ({"stderr_to_stdout": False}, "both streams of all ranks go to one log"),
     "time": ({"time": "12h"}, "'12h' is not a time limit"),
+    "memory as text": ({"mem_gb": "4"}, "mem_gb='4' is not a number of gigabytes"),
+    "no memory": ({"mem_gb": float("nan")}, "mem_gb=nan is not a number of gigabytes"),
     "too many nodes": ({"nodes": 4}, "nodes=4: the cluster has 3 nodes with GPUs"),
     "torchrun": ({"launcher": "torchrun"}, "--launcher torchrun does not go with submitit"),
 }
