@@ -5,6 +5,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import unified_diff
+from ipaddress import IPv6Address
 from itertools import groupby
 from pathlib import Path
 
@@ -31,11 +32,12 @@ class ProbeError(DdpSlurmError):
 def nodes_of_arguments(arguments: Sequence[str], known: Cluster | None) -> list[Node]:
     """The nodes to ask: ``HOST``, ``gpu[01-04]``, ``USER@HOST`` or ``NAME=ADDRESS``.
 
-    Where cluster.yaml knows a host, its address and ssh settings hold.
+    Where cluster.yaml knows a host, by its name or address, its address and ssh settings hold.
 
     Raises ProbeError for a word that is none of these.
     """
-    by_name = {node.name: node for node in known.nodes} if known else {}
+    old = known.nodes if known else ()
+    by_name = {node.address: node for node in old if node.address} | {node.name: node for node in old}
     nodes: dict[str, Node] = {}
     for argument in arguments:
         match = re.fullmatch(
@@ -43,7 +45,7 @@ def nodes_of_arguments(arguments: Sequence[str], known: Cluster | None) -> list[
             r"(?:=(?P<address>[A-Za-z0-9:][A-Za-z0-9_.:%-]*))?",
             argument,
         )
-        if not match:
+        if not match or (":" in match["hosts"] and not _is_ipv6(match["hosts"])):
             raise ProbeError(f"{argument!r} is not a host: gpu1, gpu[01-04], user@gpu1 and gpu1=192.168.8.151 are")
         names = [match["hosts"]] if ":" in match["hosts"] else expand_hostlist(match["hosts"])
         if match["address"] and len(names) > 1:
@@ -54,8 +56,16 @@ def nodes_of_arguments(arguments: Sequence[str], known: Cluster | None) -> list[
                 node = node._replace(address=match["address"])
             if match["user"]:
                 node = node._replace(ssh=Ssh(user=match["user"], port=node.ssh.port, identity=node.ssh.identity))
-            nodes[name] = node
+            nodes[node.name] = node
     return list(nodes.values())
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        IPv6Address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def probed_node(asked: Node, facts: Facts, types: Mapping[str, str], others: Iterable[str]) -> Node:
@@ -167,7 +177,10 @@ def probed_cluster(known: Cluster | None, asked: Sequence[Node], told: Mapping[s
     nodes = {**old, **found}
     names = [node.name for node in nodes.values()]
     if twice := sorted({n for n in names if names.count(n) > 1}):
-        raise ProbeError(f"two hosts call themselves {twice[0]!r}; give each machine a name of its own (hostnamectl)")
+        same = f"; ask for it as {twice[0]} if it is the one of the file" if twice[0] in old else ""
+        raise ProbeError(
+            f"two hosts call themselves {twice[0]!r}; give each machine a name of its own (hostnamectl){same}"
+        )
     return Cluster(known.name if known else "cluster", tuple(nodes.values()), known.controller if known else None)
 
 
@@ -231,7 +244,7 @@ def by_final_name(known: Cluster | None, told: Mapping[str, Facts]) -> dict[str,
 
 
 def _write(path: Path, text: str, *, yes: bool) -> None:
-    old = path.read_text(encoding="utf-8") if path.exists() else None
+    old = path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
     if old == text:
         say(f"{path}: nothing changed")
         return

@@ -280,6 +280,23 @@ def test_two_machines_of_one_name_are_refused() -> None:
     told = {"192.0.2.1": recorded("ubuntu"), "192.0.2.2": recorded("ubuntu")}
     with pytest.raises(ProbeError, match="'ubuntu'; give each machine a name"):
         probed_cluster(None, nodes_of_arguments(list(told), None), told)
+    known = Cluster("x", (Node("ubuntu"),))
+    with pytest.raises(ProbeError, match="ask for it as ubuntu if it is the one of the file"):
+        probed_cluster(known, nodes_of_arguments(["ubuntu.lab"], known), {"ubuntu.lab": recorded("ubuntu")})
+
+
+def test_a_node_of_the_file_can_be_asked_by_its_address() -> None:
+    known = Cluster("x", (Node("alpha", address="192.0.2.1", partition="big", ssh=Ssh(user="ops")),))
+    assert nodes_of_arguments(["192.0.2.1", "alpha"], known) == list(known.nodes)
+
+
+def test_a_file_of_another_kind_is_written_over_only_when_told_to(tmp_path: Path) -> None:
+    path = tmp_path / "photo"
+    path.write_bytes(b"\xff\xd8")
+    (tmp_path / "cluster.yaml").write_text("nodes:\n  - {name: alpha, gpus: 1}\n")
+    with pytest.raises(ProbeError, match="--yes writes over it"):
+        probing.probe([], tmp_path / "cluster.yaml", str(path), yes=False, runner=runner_of({"alpha": ALPHA}))
+    assert path.read_bytes() == b"\xff\xd8"
 
 
 @pytest.mark.parametrize(
@@ -297,7 +314,9 @@ def test_hosts_as_arguments(argument: str, names: list[str], address: str | None
     assert (nodes[0].address, nodes[0].ssh.user) == (address, user)
 
 
-@pytest.mark.parametrize("argument", ["-oProxyCommand=id", "a b", "gpu[01-02]=192.0.2.1", "a;b", "$(id)", "@a", "a\nb"])
+@pytest.mark.parametrize(
+    "argument", ["-oProxyCommand=id", "a b", "gpu[01-02]=192.0.2.1", "a;b", "$(id)", "@a", "a\nb", "a:22"]
+)
 def test_hostile_arguments_are_refused(argument: str) -> None:
     with pytest.raises(ProbeError):
         nodes_of_arguments([argument], None)
