@@ -112,8 +112,8 @@ def install(
     """Run the steps, each on all nodes at once, and stop after the first that fails anywhere.
 
     ``nodes`` and ``steps`` narrow it; steps of the controller are left out where it is not among the nodes. Raises
-    InstallError when a step fails, when one of ``nodes`` or the controller cannot be reached, or when the nodes would
-    get different releases.
+    InstallError when a step fails, when one of ``nodes`` or the controller cannot be reached, when the nodes would get
+    different releases, or one that cannot do with their addresses.
     """
     wanted = chosen_nodes(cluster, nodes)
     plan = chosen_steps(steps)
@@ -125,6 +125,11 @@ def install(
         report(outcome)
     version = _one_release(before, dry_run=dry_run)
     settings |= _settings_of_ids(cluster, before) | _settings_of_configs(cluster, version)
+    if "enable_configless" not in settings["SLURM_CONF"] and any(s.name in ("slurmctld", "slurmd") for s in plan):
+        raise InstallError(
+            f"Slurm {version} cannot hand its configuration to the nodes over IPv6, 24.11 and later can: give IPv4 "
+            "addresses in cluster.yaml, or install a later release first (see the guide)"
+        )
     settings["MUNGE_KEY"] = before[cluster.controller_name].munge_key or _new_munge_key()
     for step in plan:
         here = [n for n in wanted if not step.on_controller_only or n.name == cluster.controller_name]
@@ -204,11 +209,13 @@ def _address(node: Node) -> str:
     """A node's address for /etc/hosts, looked up where cluster.yaml has only its name. Raises InstallError."""
     name = node.address or node.name
     try:
-        found = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+        answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError):
         raise InstallError(
             f"node {node.name!r}: {name!r} has no address here; give it 'address:' in cluster.yaml"
         ) from None
+    # IPv4 where there is both: Slurm is told of IPv6 only where cluster.yaml has such an address
+    found = str(min(answers, key=lambda answer: answer[0] != socket.AF_INET)[4][0])
     if ip_address(found.split("%")[0]).is_loopback:
         raise InstallError(
             f"node {node.name!r}: {name!r} is {found} here, where no other node reaches it; give 'address:'"

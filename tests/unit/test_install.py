@@ -3,8 +3,10 @@
 import base64
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,7 @@ CLUSTER = Cluster(
         Node("gamma", gpus=(GpuModel(type="titan"),), cpus=8, memory_mb=30000, address="198.18.0.3", partition="small"),
         Node("alpha", gpus=(GpuModel(type="a100", count=4),), cpus=2, memory_mb=240000, address="198.18.0.1",
              ssh=Ssh(user="ops", port=2222, identity="~/id")),
-        Node("login", cpus=4, memory_mb=8000, address="fd00::4"),
+        Node("login", cpus=4, memory_mb=8000, address="198.18.0.4"),
     ),
     controller="alpha",
 )  # fmt: skip
@@ -142,6 +144,24 @@ def test_a_node_that_others_cannot_reach_by_its_address_is_refused() -> None:
     ):
         with pytest.raises(InstallError, match=cause):
             install(Cluster("lab", (node,)), runner=Nodes())
+
+
+def test_ipv6_is_refused_where_slurm_cannot_do_with_it() -> None:
+    cluster = replace(CLUSTER, nodes=(*CLUSTER.nodes[:2], CLUSTER.nodes[2]._replace(address="fd00::4")))
+    nodes = Nodes()
+    with pytest.raises(InstallError, match=r"Slurm 22\.05 cannot hand its configuration to the nodes over IPv6"):
+        install(cluster, runner=nodes)
+    assert nodes.ran == []
+    install(cluster, steps=["hosts"], runner=nodes)
+    install(cluster, runner=Nodes(dict.fromkeys(nodes.versions, "24.11.5")))
+
+
+def test_a_name_with_addresses_of_both_kinds_gives_the_one_that_slurm_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [(socket.AF_INET6, 1, 6, "", ("2001:db8::1", 0, 0, 0)), (socket.AF_INET, 1, 6, "", ("192.0.2.1", 0))]
+    monkeypatch.setattr("socket.getaddrinfo", lambda *words, **named: answers)
+    nodes = Nodes({"a": "22.05.8"})
+    install(Cluster("x", (Node("a", gpus=(GpuModel(),), cpus=1, memory_mb=900),)), steps=["hosts"], runner=nodes)
+    assert "NODES='a 192.0.2.1'" in nodes.scripts["hosts", "a"]
 
 
 def test_what_a_login_shell_prints_is_passed_over() -> None:
