@@ -11,6 +11,7 @@
 #   PORTS              TCP ports to try on each of them
 #   CREDENTIAL         a munge credential to decode
 #   PYTHON             the interpreter that trains
+#   PATIENCE           seconds for each tool
 
 LC_ALL=C
 PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/opt/rocm/bin
@@ -24,7 +25,7 @@ block() { # NAME COMMAND...: nothing where the command is not there
     block_name=$1
     shift
     have "$1" || return 0
-    if have timeout; then set -- timeout "${PATIENCE:-20}" "$@"; fi
+    if have timeout; then set -- timeout -k 2 "${PATIENCE:-20}" "$@"; fi
     block_text=$("$@" 2>&1)
     printf 'block %s %s\n' "$block_name" "$?"
     printf '%s\n' "$block_text" | sed 's/^/|/'

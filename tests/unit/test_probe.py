@@ -184,6 +184,15 @@ def test_the_script_itself_finds_this_machine(tmp_path: Path, monkeypatch: pytes
     assert "slurmd.version" not in facts.blocks  # only the doctor asks
 
 
+def test_a_tool_that_cannot_be_ended_does_not_hide_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(tmp_path / "bin", "nvidia-smi", "case $1 in *driver_version*) trap '' TERM; exec sleep 30 ;; esac")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    done = subprocess.run(["sh"], input=facts_script({"PATIENCE": "1"}), capture_output=True, text=True, timeout=20)
+    facts = parse_facts(done.stdout)
+    assert facts.block("nvidia-smi") == Block(137, "")
+    assert probing.gpu_warning(facts) == "nvidia-smi fails: it says nothing (exit status 137)"
+
+
 def runner_of(told: dict[str, str]):
     def runner(node: Node, argv: object, *, input: bytes | None = None, timeout_seconds: float = 0) -> Result:
         if node.name not in told:
