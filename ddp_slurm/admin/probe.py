@@ -5,7 +5,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import unified_diff
-from ipaddress import IPv6Address
+from ipaddress import IPv6Address, ip_address
 from itertools import groupby
 from pathlib import Path
 
@@ -94,8 +94,12 @@ def _address(asked: Node, facts: Facts) -> str | None:
         return asked.address
     if re.fullmatch(r"[0-9.]+|[0-9a-fA-F:]+:[0-9a-fA-F:.]*", asked.name):
         return asked.name  # asked by its address: the name comes from the machine
-    reached = facts.first("reached_at")
-    return reached if reached and not reached.startswith("127.") and reached != "::1" else None
+    try:
+        reached = ip_address(facts.first("reached_at") or "")
+    except ValueError:
+        return None
+    # fe80::1%eno1 leads there over the asking machine's own interface only
+    return None if reached.is_loopback or reached.is_link_local else str(reached)
 
 
 def _interface(facts: Facts, address: str | None, others: Iterable[str]) -> str | None:

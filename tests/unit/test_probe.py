@@ -294,6 +294,15 @@ def test_two_machines_of_one_name_are_refused() -> None:
         probed_cluster(known, nodes_of_arguments(["ubuntu.lab"], known), {"ubuntu.lab": recorded("ubuntu")})
 
 
+@pytest.mark.parametrize(
+    ("reached_at", "address"),
+    [("192.0.2.1", "192.0.2.1"), ("fd00::5", "fd00::5"), ("fe80::5%eno1", None), ("::1", None), ("127.0.1.1", None)],
+)
+def test_the_address_written_is_one_for_all(reached_at: str, address: str | None) -> None:
+    cluster = probed_cluster(None, [Node("a")], {"a": recorded("a", reached_at=reached_at)})
+    assert cluster.nodes[0].address == address
+
+
 def test_a_node_of_the_file_can_be_asked_by_its_address() -> None:
     known = Cluster("x", (Node("alpha", address="192.0.2.1", partition="big", ssh=Ssh(user="ops")),))
     assert nodes_of_arguments(["192.0.2.1", "alpha"], known) == list(known.nodes)
