@@ -41,6 +41,9 @@ write_file() { # PATH MODE OWNER TEXT: whole or not at all
 }
 
 write_block() { # PATH TEXT: the marked block replaced, the rest left as it is
+    if grep -qs "^$MARK_BEGIN" "$1" && ! grep -q "^$MARK_END" "$1"; then
+        fail "$1 has the line '$MARK_BEGIN', but none '$MARK_END': write it where the block ends"
+    fi
     rest=$(sed "/^$MARK_BEGIN/,/^$MARK_END/d" "$1" 2>/dev/null || true)
     write_file "$1" 0644 root:root "$rest
 $MARK_BEGIN

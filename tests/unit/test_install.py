@@ -282,6 +282,11 @@ def test_the_marked_block_is_replaced_and_the_rest_kept(tmp_path: Path) -> None:
     assert run_shell(body, tmp_path).stdout == "result ok\n"
     assert file.read_text() == text
 
+    cut = "mine\n# begin of ddp-slurm\nold\nalso mine\n"
+    file.write_text(cut)
+    assert "but none '# end of ddp-slurm'" in run_shell(body, tmp_path).stdout
+    assert file.read_text() == cut
+
 
 def test_a_users_group_may_have_another_number(tmp_path: Path) -> None:
     body = f"""MUNGE_UID=102 SLURM_UID=64030
