@@ -8,8 +8,22 @@ short_name() { uname -n | cut -d. -f1; }
 # Ubuntu gives a machine's own name to 127.0.1.1, where no other rank can reach it.
 own_loopback() { grep -Eq "^127\.[0-9.]+[[:space:]]+(.*[[:space:]])?$NODE([[:space:]].*)?$" /etc/hosts 2>/dev/null; }
 
+# Lines of somebody's own are left: a second network may be meant. But they come first, and an old address misleads.
+say_other_addresses() {
+    sed "/^$MARK_BEGIN/,/^$MARK_END/d" /etc/hosts | while read -r address names; do
+        case $address in '#'* | 127.*) continue ;; esac
+        for name in ${names%%#*}; do
+            wanted=$(printf '%s\n' "$NODES" | sed -n "s/^$name //p")
+            if [ -n "$wanted" ] && [ "$wanted" != "$address" ]; then
+                say "/etc/hosts also has a line of your own that gives $name to $address, not $wanted"
+            fi
+        done
+    done
+}
+
 check() {
     missing=0
+    say_other_addresses
     if [ "$(short_name)" != "$NODE" ]; then
         say "the machine calls itself $(short_name), not $NODE"
         missing=1

@@ -292,7 +292,8 @@ def _run_step(
 def _outcome(step: Step, node: str, answer: Result | RemoteError) -> Outcome:
     if isinstance(answer, RemoteError):
         return Outcome(step.name, node, "failed", (str(answer),))
-    reasons = tuple(line[4:] for line in answer.stdout.splitlines() if line.startswith("say "))
+    # once, though a step looks before and after
+    reasons = tuple(dict.fromkeys(line[4:] for line in answer.stdout.splitlines() if line.startswith("say ")))
     result = next((line[7:] for line in answer.stdout.splitlines() if line.startswith("result ")), None)
     if answer.returncode != 0 or result is None:
         return Outcome(step.name, node, "failed", tuple(dict.fromkeys((*reasons, _last_words(answer.stderr)))))

@@ -115,7 +115,7 @@ def test_a_step_that_fails_is_the_last() -> None:
             return Result(100, "say not installed: munge\n", "E: Unable to locate package munge\n")
         if (step, node) == ("packages", "login"):
             raise RemoteError("login: cannot be reached")
-        return Result(0, "say why\nresult changed\n", "")
+        return Result(0, "say why\nsay why\nresult changed\n", "")
 
     nodes = Nodes(answer=answer)
     seen: list[Outcome] = []
@@ -286,6 +286,17 @@ def test_the_marked_block_is_replaced_and_the_rest_kept(tmp_path: Path) -> None:
     file.write_text(cut)
     assert "but none '# end of ddp-slurm'" in run_shell(body, tmp_path).stdout
     assert file.read_text() == cut
+
+
+def test_another_address_of_a_node_in_etc_hosts_is_named(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text(
+        "127.0.1.1 b\n10.0.0.9 x a y # b\n10.0.0.2 b\n#10.0.0.3 b\n"
+        "# begin of ddp-slurm\n10.0.0.1 a\n10.0.0.2 b\n# end of ddp-slurm\n"
+    )
+    step = (STEPS_FOLDER / "hosts.sh").read_text().replace("/etc/hosts", '"$F"')
+    done = run_shell(f"NODES='a 10.0.0.1\nb 10.0.0.2'\n{step}\nshort_name() {{ echo a; }}", tmp_path, "yes")
+    assert "line of your own that gives a to 10.0.0.9, not 10.0.0.1\nresult ok\n" in done.stdout
+    assert done.stdout.count("say ") == 1
 
 
 def test_a_users_group_may_have_another_number(tmp_path: Path) -> None:
