@@ -19,8 +19,8 @@ import pytest
 
 from ddp_slurm.admin.doctor import Finding, Severity, diagnose, look
 from ddp_slurm.admin.doctor.ask import run_by_srun
-from ddp_slurm.admin.remote import Result
-from ddp_slurm.cluster import Cluster, Node
+from ddp_slurm.admin.remote import RemoteError, Result
+from ddp_slurm.cluster import Cluster, GpuModel, Node
 from ddp_slurm.lab import Lab
 
 CLUSTER = """\
@@ -262,3 +262,6 @@ def test_srun_reaches_the_nodes_too(patient: Patient, monkeypatch: pytest.Monkey
     line = 'echo "$(uname -n) GPUs $CUDA_VISIBLE_DEVICES $(cat)"; exit 3'
     done = run_by_srun(patient.cluster.nodes[1], ["sh", "-c", line], input=b"a b")
     assert (done.returncode, done.stdout) == (3, "beta GPUs 0,1 a b\n")
+    more = patient.cluster.nodes[1]._replace(gpus=(GpuModel(count=9),))
+    with pytest.raises(RemoteError, match=r"beta: srun: error: Unable to allocate .* \(asked for gpu:9\)"):
+        run_by_srun(more, ["true"])

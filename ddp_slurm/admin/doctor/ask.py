@@ -74,5 +74,6 @@ def run_by_srun(
         raise RemoteError(f"{node.name}: {argv[0]} was not done after {timeout_seconds:g} s") from None
     stdout, stderr = (stream.decode(errors="replace") for stream in (done.stdout, done.stderr))
     if "Unable to allocate resources" in stderr or ("srun: error" in stderr and not stdout):
-        raise RemoteError(f"{node.name}: srun: {stderr.strip().splitlines()[-1]}")
+        wanted = f" (asked for {node.gres})" if node.gres else ""
+        raise RemoteError(f"{node.name}: {stderr.strip().splitlines()[-1]}{wanted}")
     return Result(done.returncode, stdout, stderr)
