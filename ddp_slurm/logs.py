@@ -39,6 +39,8 @@ class GrowingLog:
         """Whole lines since the last call; with ``ended`` also a last one without an end."""
         try:
             with self.path.open("rb") as file:
+                if file.seek(0, 2) < self._offset:  # emptied, as --open-mode=truncate does at a requeue
+                    self._offset, self._rest = 0, b""
                 file.seek(self._offset)
                 for chunk in iter(lambda: file.read(1 << 20), b""):
                     self._offset += len(chunk)

@@ -39,6 +39,9 @@ def test_growing_log(tmp_path: Path) -> None:
         file.write(b"\xff")
         assert list(log.new_lines(ended=True)) == ["last\ufffd"]
         assert list(log.new_lines(ended=True)) == []
+        file.truncate(0)
+        file.write(b"again\n")
+        assert list(log.new_lines()) == ["again"]
 
 
 def test_tail(tmp_path: Path) -> None:
