@@ -12,8 +12,8 @@ TEST_PACKAGES := slurm-wlm slurmdbd mariadb-server-core mariadb-client-core mung
 
 demo: $(VENV)/installed-train
 	cd synthetic_data_example && CUDA_VISIBLE_DEVICES= ../$(IN_VENV) -m ddp_slurm.cli plan --job job.yaml
-	cd synthetic_data_example && CUDA_VISIBLE_DEVICES= ../$(IN_VENV) -m ddp_slurm.submit --backend local --job job.yaml \
-	  -- python train.py 5 1 --snapshot "$$(mktemp -d)/snapshot.pt"
+	cd synthetic_data_example && folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && CUDA_VISIBLE_DEVICES= \
+	  ../$(IN_VENV) -m ddp_slurm.submit --backend local --job job.yaml -- python train.py 5 1 --snapshot "$$folder/snapshot.pt"
 
 test: $(VENV)/installed-test $(VENV)/installed-packages lint
 	$(IN_VENV) -m pytest
