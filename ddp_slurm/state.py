@@ -270,7 +270,7 @@ def read_state(
     if answer.status and not _says_unknown(answer):
         # slurmctld is down or gone: scontrol would only wait for it once more
         return _left_behind(job_id, exit_marker, last_look) or _accounted(job_id, ask) or _unknown(job_id, answer)
-    answer = ask(["scontrol", "--oneliner", "show", "job", job_id])
+    answer = _shown(job_id, ask)
     details, log = parse_scontrol(answer.out) if answer.status == 0 else ([], None)
     if active:
         state = next(iter(active.values()))
@@ -282,7 +282,11 @@ def read_state(
 
 def told_log(job_id: str, ask: Ask = ask) -> str | None:
     """The path of a job's log, None where Slurm does not know the job."""
-    return parse_scontrol(ask(["scontrol", "--oneliner", "show", "job", job_id]).out)[1]
+    return parse_scontrol(_shown(job_id, ask).out)[1]
+
+
+def _shown(job_id: str, ask: Ask) -> Answer:
+    return ask(["scontrol", "--oneliner", "show", "job", job_id])
 
 
 def _says_unknown(answer: Answer) -> bool:

@@ -90,8 +90,9 @@ class FailureWatch:
 
     def tell_exit(self, status: object) -> None:
         """``sys.exit`` with a bad status is a failure too, though no exception hook sees it."""
-        number = int(status) & 0xFF if isinstance(status, int) else 1  # True is one, too; and 256 must not become 0
-        tell_all(self._store, self._world_size, self._rank, f"{self._place} exited with {status!r}", number or 1)
+        # True is an int, too, and the system would take 256 for 0
+        number = (int(status) & 0xFF if isinstance(status, int) else 1) or 1
+        tell_all(self._store, self._world_size, self._rank, f"{self._place} exited with {status!r}", number)
         self._linger()
 
     def _wait_for_word(self) -> None:
