@@ -114,6 +114,11 @@ def test_consecutive_hosts_become_one_range(prefix, low, count, width):
     assert "," not in text
 
 
+def test_of_a_longer_number_the_last_18_digits_count():
+    names = ["n" + "1" * 18 + last for last in "89"]
+    assert compress_hostlist(names) == f"n1[{names[0][2:]}-{names[1][2:]}]"
+
+
 def test_examples_in_the_docstrings():
     assert doctest.testmod(hostlist).attempted >= 4
     assert doctest.testmod(hostlist).failed == 0

@@ -312,6 +312,19 @@ def test_a_log_that_cannot_be_made_is_a_message(uneven: Path, submit: Command, t
     assert f"error: --output: {tmp_path}/log: cannot be written: No such file or directory\n" in done.stderr
 
 
+def test_the_exit_status_stays_where_the_reader_goes_away_in_the_middle(uneven: Path, tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text("import os, time\nwhile not os.path.exists('gone'): time.sleep(0.01)\nexit(3)")
+    command = [sys.executable, "-m", "ddp_slurm.submit", "--backend", "local", "--gpus", "1", "--", "rank.py"]
+    with running(command, cwd=tmp_path) as launcher:
+        assert launcher.stdout is not None
+        assert "kept in" in launcher.stdout.readline()
+        launcher.stdout.close()
+        (tmp_path / "gone").touch()
+        assert launcher.wait(timeout=60) == 3
+    (log,) = tmp_path.glob("ddp_slurm_runs/*/log")
+    assert "rank 0 on gamma exited with 3" in log.read_text()
+
+
 def test_a_rank_killed_by_a_signal(uneven: Path, submit: Command, tmp_path: Path) -> None:
     (tmp_path / "kill.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     done = submit("--backend", "local", "--gpus", "1", "--", "kill.py")
