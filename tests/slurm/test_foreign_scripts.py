@@ -17,6 +17,8 @@ from ddp_slurm.options import JobOptions
 from ddp_slurm.plan import make_plan
 from ddp_slurm.render import render_sbatch
 
+from .conftest import wait_for_job
+
 RunJob = Callable[..., Any]
 CLUSTER = """\
 nodes:
@@ -117,5 +119,6 @@ def test_the_signal_before_the_time_limit_reaches_the_ranks_under_torchrun(live_
     live_lab.run(["scancel", "--signal=USR2", job_id], check=True)
     while "stopped before the time limit with a snapshot" not in (log := (tmp_path / "log").read_text()):
         time.sleep(0.05)
+    wait_for_job(live_lab, int(job_id))  # the next test finds idle nodes
     assert sorted(re.findall(r"rank (\d) stops", log)) == list("0123456")
     assert "User defined signal" not in log, "torchrun died of it, and Slurm kills the ranks then"
