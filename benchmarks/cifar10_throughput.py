@@ -20,15 +20,19 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from ddp_slurm.examples.models import resnet18, small_resnet, to_channels_last
 from ddp_slurm.training import Trainer, World, equal_shares, init_distributed
 from ddp_slurm.training.data import ResidentImages
-from ddp_slurm.training.models import resnet18, small_resnet, to_channels_last
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("--batch-size", type=int, help="per rank; default 512 on a GPU, 32 on a CPU")
 parser.add_argument("--steps", type=int, help="per measurement; default 90 on a GPU, 10 on a CPU")
 parser.add_argument("--precision", default="auto")
-parser.add_argument("--workers", type=int, default=6, help="of the usual loop's DataLoader, per rank")
+parser.add_argument(
+    "--workers", type=int, default=6, help="of the usual loop's DataLoader, per rank"
+)
 parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
 LINE = "images/s of one rank: "
 
@@ -44,14 +48,24 @@ def trainer_rate(world: World, batch: int, steps: int, precision: str) -> float:
     images = torch.randint(0, 256, (samples, 32, 32, 3), dtype=torch.uint8)
     data = ResidentImages(images, torch.randint(0, 10, (samples,)), world.device, augment=True)
     model = to_channels_last(network(world)).to(world.device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.01, momentum=0.9, nesterov=True, weight_decay=5e-4
+    )
     rates: list[float] = []
     Trainer(
-        world, model, optimizer, cross_entropy, data,
-        global_batch=batch * world.world_size, shares=equal_shares(batch * world.world_size, world.world_size),
-        total_epochs=1, precision=precision, quiet=True, log_every_steps=max(1, steps // 10),
+        world,
+        model,
+        optimizer,
+        cross_entropy,
+        data,
+        global_batch=batch * world.world_size,
+        shares=equal_shares(batch * world.world_size, world.world_size),
+        total_epochs=1,
+        precision=precision,
+        quiet=True,
+        log_every_steps=max(1, steps // 10),
         recorders=[lambda record: rates.append(record["images_per_second"])],
-    ).train()  # fmt: skip
+    ).train()
     return statistics.median(rates[2:]) if rates else 0.0
 
 
@@ -66,10 +80,13 @@ def usual_rate(world: World, batch: int, steps: int, workers: int) -> float | No
         images = torch.randint(0, 256, (4096, 3, 32, 32), dtype=torch.uint8)
         change = transforms.Compose(
             [
-                transforms.ToPILImage(), transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip(),
-                transforms.ToTensor(), transforms.Normalize((0.49, 0.48, 0.45), (0.25, 0.24, 0.26)),
+                transforms.ToPILImage(),
+                transforms.RandomCrop(32, padding=4),
+                transforms.RandomHorizontalFlip(),
+                transforms.ToTensor(),
+                transforms.Normalize((0.49, 0.48, 0.45), (0.25, 0.24, 0.26)),
             ]
-        )  # fmt: skip
+        )
 
         def __len__(self) -> int:
             return batch * world.world_size * steps
@@ -80,10 +97,16 @@ def usual_rate(world: World, batch: int, steps: int, workers: int) -> float | No
     dataset = Images()
     gpu = world.device.type == "cuda"
     loader = DataLoader(
-        dataset, batch, sampler=DistributedSampler(dataset), num_workers=workers if gpu else 0, pin_memory=gpu
+        dataset,
+        batch,
+        sampler=DistributedSampler(dataset),
+        num_workers=workers if gpu else 0,
+        pin_memory=gpu,
     )
     model = nn.parallel.DistributedDataParallel(network(world).to(world.device))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.01, momentum=0.9, nesterov=True, weight_decay=5e-4
+    )
     skipped, started = steps // 5, 0.0
     for index, (images, labels) in enumerate(loader):
         if index == skipped:
@@ -100,13 +123,26 @@ def usual_rate(world: World, batch: int, steps: int, workers: int) -> float | No
 
 def rate_of_one_rank() -> float:
     """A world of one rank in a process of its own, on the first GPU, while the other ranks wait to be met."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "GROUP_"))}
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("TORCHELASTIC", "GROUP_"))
+    }
     environ |= {
-        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29871",
-    }  # fmt: skip
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "NODE_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29871",
+    }
     run = subprocess.run(
-        [sys.executable, *sys.argv, "--alone"], env=environ, stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, *sys.argv, "--alone"],
+        env=environ,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
     [line] = [line for line in run.stdout.splitlines() if line.startswith(LINE)]
     return float(line.removeprefix(LINE))
@@ -118,7 +154,10 @@ def main() -> None:
     with init_distributed(rendezvous_seconds=600) as world:
         gpu = world.device.type == "cuda"
         torch.backends.cudnn.benchmark = True
-        batch, steps = arguments.batch_size or (512 if gpu else 32), arguments.steps or (90 if gpu else 10)
+        batch, steps = (
+            arguments.batch_size or (512 if gpu else 32),
+            arguments.steps or (90 if gpu else 10),
+        )
         together = trainer_rate(world, batch, steps, arguments.precision)
         if arguments.alone:
             print(f"{LINE}{together}")
@@ -127,7 +166,9 @@ def main() -> None:
         dist.barrier(group=world.control)
         if world.rank == 0:
             device = torch.cuda.get_device_name() if gpu else "cpu"
-            print(f"{world.world_size} x {device}, batch {batch} a rank, precision {arguments.precision}")
+            print(
+                f"{world.world_size} x {device}, batch {batch} a rank, precision {arguments.precision}"
+            )
             print(f"Trainer, 1 rank: {one:,.0f} images/s")
             print(f"Trainer, {world.world_size} ranks: {together:,.0f} images/s")
             print(f"{world.world_size} ranks / 1 rank: {together / one:.3f}")

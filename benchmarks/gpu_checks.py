@@ -20,10 +20,17 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ddp_slurm.balance import apportion
-from ddp_slurm.training import BalancedSampler, Snapshot, Trainer, World, init_distributed, loss_weight
+from ddp_slurm.training import (
+    BalancedSampler,
+    Snapshot,
+    Trainer,
+    World,
+    init_distributed,
+    loss_weight,
+)
 from ddp_slurm.training.data import ResidentTensors
-from ddp_slurm.training.gradients import wrap_model
-from ddp_slurm.training.precision import Precision
+from ddp_slurm.training.trainer.precision import Precision
+from ddp_slurm.training.uneven.gradients import wrap_model
 
 STEPS, GLOBAL_BATCH, CLIP_NORM = 20, 101, 0.5
 
@@ -32,7 +39,13 @@ def network(norm: bool) -> nn.Module:
     torch.manual_seed(3)
     layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1)]
     layers += [nn.BatchNorm2d(16)] if norm else []
-    layers += [nn.ReLU(), nn.Conv2d(16, 16, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 7 * 7, 10)]
+    layers += [
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3, stride=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16 * 7 * 7, 10),
+    ]
     return nn.Sequential(*layers)
 
 
@@ -45,7 +58,9 @@ def images(samples: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return inputs.to(dtype), labels
 
 
-def alone(world: World, model: nn.Module, samples: int, dtype: torch.dtype, precision: Precision) -> Tensor:
+def alone(
+    world: World, model: nn.Module, samples: int, dtype: torch.dtype, precision: Precision
+) -> Tensor:
     """The parameters after 20 steps of one process with the whole batch: plain PyTorch but for the samples' order."""
     inputs, labels = (tensor.to(world.device) for tensor in images(samples, dtype))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
@@ -73,15 +88,32 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def together(
-    world: World, model: nn.Module, shares: Sequence[int], samples: int, dtype: torch.dtype, precision: str,
-    micro_batch: int | None, snapshot: Snapshot | None = None, epochs: int | None = None,
-) -> Tensor:  # fmt: skip
+    world: World,
+    model: nn.Module,
+    shares: Sequence[int],
+    samples: int,
+    dtype: torch.dtype,
+    precision: str,
+    micro_batch: int | None,
+    snapshot: Snapshot | None = None,
+    epochs: int | None = None,
+) -> Tensor:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     Trainer(
-        world, model, optimizer, cross_entropy, ResidentTensors(*images(samples, dtype), world.device),
-        global_batch=GLOBAL_BATCH, shares=shares, total_epochs=epochs or STEPS // -(-samples // GLOBAL_BATCH),
-        precision=precision, clip_norm=CLIP_NORM, micro_batch=micro_batch, snapshot=snapshot, quiet=True,
-    ).train()  # fmt: skip
+        world,
+        model,
+        optimizer,
+        cross_entropy,
+        ResidentTensors(*images(samples, dtype), world.device),
+        global_batch=GLOBAL_BATCH,
+        shares=shares,
+        total_epochs=epochs or STEPS // -(-samples // GLOBAL_BATCH),
+        precision=precision,
+        clip_norm=CLIP_NORM,
+        micro_batch=micro_batch,
+        snapshot=snapshot,
+        quiet=True,
+    ).train()
     return flat(model)
 
 
@@ -120,7 +152,9 @@ class Checks:
     def close_to(self, name: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
         error = ((found - expected).norm() / expected.norm()).item()
         same = same_on_all_ranks(self.world, found)
-        figure = f"relative error {error:.1e} (at most {tolerance:.0e}), same bits on all ranks: {same}"
+        figure = (
+            f"relative error {error:.1e} (at most {tolerance:.0e}), same bits on all ranks: {same}"
+        )
         self.report(name, error < tolerance and same, figure)
 
 
@@ -129,42 +163,73 @@ def main() -> None:
     with init_distributed() as world:
         checks, device = Checks(world), world.device
         weights = [5, 72, 24, 50, 9, 31, 2, 64][: world.world_size]
-        shares = apportion(GLOBAL_BATCH, weights if len(weights) == world.world_size else [1] * world.world_size)
+        shares = apportion(
+            GLOBAL_BATCH, weights if len(weights) == world.world_size else [1] * world.world_size
+        )
         if world.rank == 0:
             print(f"{world.world_size} ranks on {world.backend}, shares {shares}", flush=True)
         for precision, dtype, tolerance in (
-            ("fp32", torch.float64, 1e-9), ("fp32", torch.float32, 1e-5),
-            ("bf16", torch.float32, 2e-2), ("fp16", torch.float32, 5e-3),
-        ):  # fmt: skip
+            ("fp32", torch.float64, 1e-9),
+            ("fp32", torch.float32, 1e-5),
+            ("bf16", torch.float32, 2e-2),
+            ("fp16", torch.float32, 5e-3),
+        ):
             base = network(norm=False).to(device, dtype)
-            expected = alone(world, copy.deepcopy(base), 452, dtype, Precision(precision, device.type))
+            expected = alone(
+                world, copy.deepcopy(base), 452, dtype, Precision(precision, device.type)
+            )
             for micro_batch in (None, 16):
-                found = together(world, copy.deepcopy(base), shares, 452, dtype, precision, micro_batch)
+                found = together(
+                    world, copy.deepcopy(base), shares, 452, dtype, precision, micro_batch
+                )
                 name = f"{precision}, data {dtype}, micro-batch {micro_batch}"
                 checks.close_to(f"20 steps, {name}", found, expected, tolerance)
         base = network(norm=False).to(device)
-        expected = alone(world, copy.deepcopy(base), 202, torch.float32, Precision("fp32", device.type))
-        error = ((naive(world, copy.deepcopy(base), shares, 202) - expected).norm() / expected.norm()).item()
-        checks.report("negative control: DDP's plain mean is wrong", error > 1e-3, f"relative error {error:.1e}")
+        expected = alone(
+            world, copy.deepcopy(base), 202, torch.float32, Precision("fp32", device.type)
+        )
+        error = (
+            (naive(world, copy.deepcopy(base), shares, 202) - expected).norm() / expected.norm()
+        ).item()
+        checks.report(
+            "negative control: DDP's plain mean is wrong",
+            error > 1e-3,
+            f"relative error {error:.1e}",
+        )
 
         small = world.world_size - 1 + GLOBAL_BATCH  # the second step has fewer samples than ranks
-        expected = alone(world, copy.deepcopy(base), small, torch.float32, Precision("fp32", device.type))
+        expected = alone(
+            world, copy.deepcopy(base), small, torch.float32, Precision("fp32", device.type)
+        )
         found = together(world, copy.deepcopy(base), shares, small, torch.float32, "fp32", None)
         checks.close_to("a rank without samples in every second step", found, expected, 1e-5)
 
         overflow(checks)
         if device.type == "cuda":
             synced = nn.SyncBatchNorm.convert_sync_batchnorm(network(norm=True)).to(device)
-            expected = alone(world, network(norm=True).to(device), small, torch.float32, Precision("fp32", "cuda"))
+            expected = alone(
+                world,
+                network(norm=True).to(device),
+                small,
+                torch.float32,
+                Precision("fp32", "cuda"),
+            )
             found = together(world, synced, shares, small, torch.float32, "fp32", None)
-            checks.close_to("SyncBatchNorm, a rank without samples in every second step", found, expected, 1e-4)
+            checks.close_to(
+                "SyncBatchNorm, a rank without samples in every second step", found, expected, 1e-4
+            )
             found = together(world, synced, shares, 452, torch.float32, "bf16", 16)
             checks.report(
-                "SyncBatchNorm, bf16, micro-batches", same_on_all_ranks(world, found), "same bits on all ranks"
+                "SyncBatchNorm, bf16, micro-batches",
+                same_on_all_ranks(world, found),
+                "same bits on all ranks",
             )
         resume(checks, shares)
         if world.rank == 0:
-            print("all checks passed" if checks.failed == 0 else f"{checks.failed} checks FAILED", flush=True)
+            print(
+                "all checks passed" if checks.failed == 0 else f"{checks.failed} checks FAILED",
+                flush=True,
+            )
         if checks.failed:
             sys.exit(1)
 
@@ -177,12 +242,16 @@ def overflow(checks: Checks) -> None:
     before = flat(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = Precision("fp16", world.device.type).grad_scaler()
-    inputs = torch.full((2, 4), float("inf") if world.rank == world.world_size - 1 else 1.0, device=world.device)
+    inputs = torch.full(
+        (2, 4), float("inf") if world.rank == world.world_size - 1 else 1.0, device=world.device
+    )
     loss = cross_entropy(ddp(inputs), torch.zeros(2, dtype=torch.int64, device=world.device))
     scaler.scale(loss * loss_weight(2, 2 * world.world_size)).backward()
     scaler.step(optimizer)
     scaler.update()
-    found = torch.cat([flat(model), torch.tensor([scaler.get_scale()], device=world.device, dtype=torch.float64)])
+    found = torch.cat(
+        [flat(model), torch.tensor([scaler.get_scale()], device=world.device, dtype=torch.float64)]
+    )
     same = same_on_all_ranks(world, found)
     checks.report(
         "fp16 overflow on one rank: all skip the step",
@@ -197,9 +266,15 @@ def resume(checks: Checks, shares: Sequence[int]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         snapshot = Snapshot(Path(folder) / "snapshot.pt", world.control)
         base = network(norm=True).to(world.device)
-        whole = together(world, copy.deepcopy(base), shares, 452, torch.float32, "fp32", None, epochs=4)
-        together(world, copy.deepcopy(base), shares, 452, torch.float32, "fp32", None, snapshot, epochs=2)
-        rest = together(world, copy.deepcopy(base), shares, 452, torch.float32, "fp32", None, snapshot, epochs=4)
+        whole = together(
+            world, copy.deepcopy(base), shares, 452, torch.float32, "fp32", None, epochs=4
+        )
+        together(
+            world, copy.deepcopy(base), shares, 452, torch.float32, "fp32", None, snapshot, epochs=2
+        )
+        rest = together(
+            world, copy.deepcopy(base), shares, 452, torch.float32, "fp32", None, snapshot, epochs=4
+        )
         error = ((rest - whole).norm() / whole.norm()).item()
         checks.report("resumed from a snapshot", error < 1e-6, f"relative error {error:.1e}")
 

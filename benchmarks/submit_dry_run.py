@@ -13,8 +13,13 @@ import time
 from pathlib import Path
 
 SHAPES = [
-    ("a100", 8, 4000), ("v100", 4, 2500), ("titan", 2, 1500), ("rtx_3090", 2, 1000), ("t4", 1, 600), ("h100", 8, 400),
-]  # fmt: skip
+    ("a100", 8, 4000),
+    ("v100", 4, 2500),
+    ("titan", 2, 1500),
+    ("rtx_3090", 2, 1000),
+    ("t4", 1, 600),
+    ("h100", 8, 400),
+]
 
 
 def cluster_yaml() -> str:
@@ -37,7 +42,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "cluster.yaml").write_text(cluster_yaml())
-        submit = [sys.executable, "-m", "ddp_slurm.submit", "--backend", "sbatch", "--dry-run", "--", "train.py"]
+        submit = [
+            sys.executable,
+            "-m",
+            "ddp_slurm.submit",
+            "--backend",
+            "sbatch",
+            "--dry-run",
+            "--",
+            "train.py",
+        ]
         pairs = []
         script = b""
         for _ in range(runs + 1):
@@ -46,11 +60,17 @@ def main() -> None:
             pairs.append((bare, planned))
         pairs = pairs[1:]  # the first run reads the files from the disk
     nodes = sum(count for _, _, count in SHAPES)
-    print(f"nodes {nodes}, components {len(SHAPES)}, ranks {sum(count * n for _, count, n in SHAPES)}")
-    print(f"interpreter start {statistics.median(bare for bare, _ in pairs):.3f} s (median of {runs})")
+    print(
+        f"nodes {nodes}, components {len(SHAPES)}, ranks {sum(count * n for _, count, n in SHAPES)}"
+    )
+    print(
+        f"interpreter start {statistics.median(bare for bare, _ in pairs):.3f} s (median of {runs})"
+    )
     above = statistics.median(planned - bare for bare, planned in pairs)
     print(f"submit --dry-run above it {above:.3f} s (at most 0.5)")
-    print(f"submit --dry-run / interpreter start {statistics.median(planned / bare for bare, planned in pairs):.1f}")
+    print(
+        f"submit --dry-run / interpreter start {statistics.median(planned / bare for bare, planned in pairs):.1f}"
+    )
     print(f"script {len(script)} bytes / 16384 = {len(script) / 16384:.2f} (at most 1)")
 
 

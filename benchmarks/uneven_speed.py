@@ -16,15 +16,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from ddp_slurm.examples.models import resnet18, small_resnet, to_channels_last
 from ddp_slurm.training import Trainer, World, equal_shares, init_distributed
-from ddp_slurm.training.calibrate import measured_shares
 from ddp_slurm.training.data import ResidentImages
-from ddp_slurm.training.models import resnet18, small_resnet, to_channels_last
-from ddp_slurm.training.precision import choose_precision
+from ddp_slurm.training.trainer.precision import choose_precision
+from ddp_slurm.training.uneven.calibrate import measured_shares
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--slow", default="1,2", help="how many times slower each rank is, whole numbers")
-parser.add_argument("--batch-size", type=int, help="per rank on average; default 512 on a GPU, 32 on a CPU")
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
+parser.add_argument(
+    "--slow", default="1,2", help="how many times slower each rank is, whole numbers"
+)
+parser.add_argument(
+    "--batch-size", type=int, help="per rank on average; default 512 on a GPU, 32 on a CPU"
+)
 parser.add_argument("--steps", type=int, help="per measurement; default 100 on a GPU, 10 on a CPU")
 parser.add_argument("--rounds", type=int, default=3)
 parser.add_argument("--precision", default="auto")
@@ -47,7 +53,9 @@ class Repeated(nn.Module):
         return total if self.times == 1 else total / self.times
 
 
-def rate_together(world: World, model: nn.Module, data: ResidentImages, shares: list[int], precision: str) -> float:
+def rate_together(
+    world: World, model: nn.Module, data: ResidentImages, shares: list[int], precision: str
+) -> float:
     """Images a second of all ranks in the Trainer, the start left out."""
     rates: list[float] = []
 
@@ -56,17 +64,28 @@ def rate_together(world: World, model: nn.Module, data: ResidentImages, shares: 
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     trainer = Trainer(
-        world, model, optimizer, cross_entropy, data,
-        global_batch=sum(shares), shares=shares, total_epochs=1, precision=precision, recorders=[note], quiet=True,
+        world,
+        model,
+        optimizer,
+        cross_entropy,
+        data,
+        global_batch=sum(shares),
+        shares=shares,
+        total_epochs=1,
+        precision=precision,
+        recorders=[note],
+        quiet=True,
         log_every_steps=max(1, len(data) // sum(shares) // 5),  # a record waits for the GPU
-    )  # fmt: skip
+    )
     trainer.train()
     result = [statistics.median(rates[1:])] if rates else [0.0]
     dist.broadcast_object_list(result, src=0, group=world.control)
     return result[0]
 
 
-def rate_alone(world: World, model: nn.Module, data: ResidentImages, share: int, steps: int, precision: str) -> float:
+def rate_alone(
+    world: World, model: nn.Module, data: ResidentImages, share: int, steps: int, precision: str
+) -> float:
     """Images a second of this rank without the others, all ranks at work at once, as when they train."""
     computing = choose_precision(precision, world.ranks)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -97,7 +116,9 @@ def main() -> None:
         gpu = world.device.type == "cuda"
         factors = [int(word) for word in arguments.slow.split(",")]
         if len(factors) != world.world_size:
-            parser.error(f"--slow {arguments.slow} names {len(factors)} ranks, this world has {world.world_size}")
+            parser.error(
+                f"--slow {arguments.slow} names {len(factors)} ranks, this world has {world.world_size}"
+            )
         batch = arguments.batch_size or (512 if gpu else 32)
         steps = arguments.steps or (100 if gpu else 10)
         global_batch = batch * world.world_size
@@ -106,7 +127,9 @@ def main() -> None:
         images = torch.randint(0, 256, (samples, 32, 32, 3), dtype=torch.uint8)
         data = ResidentImages(images, torch.randint(0, 10, (samples,)), world.device, augment=True)
         model = to_channels_last(resnet18() if gpu else small_resnet()).to(world.device)
-        model.stem, *blocks = (Repeated(part, factors[world.rank]) for part in (model.stem, *model.stages))
+        model.stem, *blocks = (
+            Repeated(part, factors[world.rank]) for part in (model.stem, *model.stages)
+        )
         model.stages = nn.Sequential(*blocks)
         precision = choose_precision(arguments.precision, world.ranks)
         equal = equal_shares(global_batch, world.world_size)
@@ -129,9 +152,13 @@ def main() -> None:
             )
             at_equal = rate_together(world, model, data, equal, arguments.precision)
             at_balanced = rate_together(world, model, data, balanced, arguments.precision)
-            measured.append((sum(own), world.world_size * min(own) / sum(own), at_equal, at_balanced))
+            measured.append(
+                (sum(own), world.world_size * min(own) / sum(own), at_equal, at_balanced)
+            )
         if world.rank == 0:
-            total, theory, at_equal, at_balanced = (statistics.median(column) for column in zip(*measured, strict=True))
+            total, theory, at_equal, at_balanced = (
+                statistics.median(column) for column in zip(*measured, strict=True)
+            )
             device = torch.cuda.get_device_name() if gpu else "cpu"
             what = f"{precision.name}, slower by {factors}, global batch {global_batch}"
             print(f"{world.world_size} x {device}, {what}")

@@ -13,36 +13,49 @@ import argparse
 import torch
 from torch.nn.functional import cross_entropy
 
+from ddp_slurm.examples.arguments import add_arguments, global_batch_size, number_of, real_number
+from ddp_slurm.examples.models import resnet18, small_resnet, to_channels_last
 from ddp_slurm.training import Snapshot, Trainer, init_distributed
-from ddp_slurm.training.arguments import add_arguments, global_batch_size, number_of, real_number
 from ddp_slurm.training.data import ResidentImages, load_cifar10
-from ddp_slurm.training.models import resnet18, small_resnet, to_channels_last
-from ddp_slurm.training.report import say
+from ddp_slurm.training.trainer.report import say
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 add_arguments(parser, default_lr=0.2)
-parser.add_argument("--data", default="data", metavar="PATH", help="folder or .npz archive of CIFAR-10")
-parser.add_argument("--limit", type=number_of(1), metavar="N", help="only the first N images of each split")
+parser.add_argument(
+    "--data", default="data", metavar="PATH", help="folder or .npz archive of CIFAR-10"
+)
+parser.add_argument(
+    "--limit", type=number_of(1), metavar="N", help="only the first N images of each split"
+)
 parser.add_argument("--model", choices=("small", "resnet18"), default="small")
 parser.add_argument("--weight-decay", type=real_number(zero=True), default=5e-4)
 arguments = parser.parse_args()
 
 with init_distributed() as world:
     # 184 MB for all 60,000 images as uint8: they live on the GPU, and no loader can be too slow.
-    train_images, train_labels, test_images, test_labels = load_cifar10(arguments.data, arguments.limit)
-    train_data = ResidentImages(train_images, train_labels, world.device, augment=True, seed=arguments.seed)
+    train_images, train_labels, test_images, test_labels = load_cifar10(
+        arguments.data, arguments.limit
+    )
+    train_data = ResidentImages(
+        train_images, train_labels, world.device, augment=True, seed=arguments.seed
+    )
     eval_data = ResidentImages(test_images, test_labels, world.device)
 
     torch.backends.cudnn.benchmark = True
     torch.manual_seed(arguments.seed)
-    model = to_channels_last(resnet18() if arguments.model == "resnet18" else small_resnet()).to(world.device)
+    model = to_channels_last(resnet18() if arguments.model == "resnet18" else small_resnet()).to(
+        world.device
+    )
     optimizer = torch.optim.SGD(
         model.parameters(),
         lr=arguments.lr,
         momentum=0.9,
         nesterov=True,
         weight_decay=arguments.weight_decay,
-        fused=world.device.type == "cuda",  # one kernel for all parameters: here the GPU waits for the CPU
+        fused=world.device.type
+        == "cuda",  # one kernel for all parameters: here the GPU waits for the CPU
     )
     # The same global batch on any number of ranks, so the learning rate holds for all of them.
     global_batch = global_batch_size(arguments, world, default=512)
@@ -72,4 +85,6 @@ with init_distributed() as world:
     result = trainer.train()
     if world.rank == 0 and result.finished:
         metrics = result.metrics
-        say(f"finished: step {result.step}, loss {metrics['loss']:.4f}, accuracy {metrics['accuracy']:.4f}")
+        say(
+            f"finished: step {result.step}, loss {metrics['loss']:.4f}, accuracy {metrics['accuracy']:.4f}"
+        )

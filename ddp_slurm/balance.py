@@ -5,8 +5,8 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 
-from .errors import DdpSlurmError
-from .hostlist import expand_tasks_per_node
+from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.hostlist import expand_tasks_per_node
 
 
 class BalanceError(DdpSlurmError, ValueError):
@@ -43,13 +43,17 @@ def apportion(total: int, weights: Sequence[int]) -> list[int]:
     if scale == 0:
         return [0] * len(weights)
     shares = [total * weight // scale for weight in weights]
-    by_remainder = sorted(range(len(weights)), key=lambda rank: (-(total * weights[rank] % scale), rank))
+    by_remainder = sorted(
+        range(len(weights)), key=lambda rank: (-(total * weights[rank] % scale), rank)
+    )
     for rank in by_remainder[: total - sum(shares)]:
         shares[rank] += 1
     return shares
 
 
-def planned_shares(global_batch: int, world_size: int, environ: Mapping[str, str] | None = None) -> list[int]:
+def planned_shares(
+    global_batch: int, world_size: int, environ: Mapping[str, str] | None = None
+) -> list[int]:
     """Samples of one global batch per rank, as the plan of the job has them (DDP_SLURM_SHARES), else equal.
 
     A plan made for another global batch keeps its proportions. Raises BalanceError for a plan of another world.
@@ -59,7 +63,9 @@ def planned_shares(global_batch: int, world_size: int, environ: Mapping[str, str
         return equal_shares(global_batch, world_size)
     shares = expand_tasks_per_node(planned)
     if len(shares) != world_size:
-        raise BalanceError(f"DDP_SLURM_SHARES={planned!r} holds {len(shares)} shares for {world_size} ranks")
+        raise BalanceError(
+            f"DDP_SLURM_SHARES={planned!r} holds {len(shares)} shares for {world_size} ranks"
+        )
     return shares if sum(shares) == global_batch else apportion(global_batch, shares)
 
 
@@ -109,12 +115,16 @@ def _checked_limits(
     global_batch: int, costs: Sequence[tuple[float, float]], max_batch: int | Sequence[int] | None
 ) -> list[int]:
     if not costs:
-        raise BalanceError("no costs: one (alpha_seconds, beta_seconds_per_sample) per rank is needed")
+        raise BalanceError(
+            "no costs: one (alpha_seconds, beta_seconds_per_sample) per rank is needed"
+        )
     if global_batch < 0:
         raise BalanceError(f"global batch {global_batch} is negative")
     for rank, (alpha, beta) in enumerate(costs):
         if not (math.isfinite(alpha) and math.isfinite(beta) and alpha >= 0 and beta >= 0):
-            raise BalanceError(f"rank {rank}: cost ({alpha}, {beta}) must be two finite numbers of seconds >= 0")
+            raise BalanceError(
+                f"rank {rank}: cost ({alpha}, {beta}) must be two finite numbers of seconds >= 0"
+            )
     if max_batch is None:
         return [global_batch] * len(costs)
     limits = [max_batch] * len(costs) if isinstance(max_batch, int) else list(max_batch)
@@ -129,13 +139,20 @@ def _checked_limits(
     return [min(limit, global_batch) for limit in limits]
 
 
-def _below_optimum(global_batch: int, costs: Sequence[tuple[float, float]], limits: Sequence[int]) -> list[int]:
+def _below_optimum(
+    global_batch: int, costs: Sequence[tuple[float, float]], limits: Sequence[int]
+) -> list[int]:
     """Shares that no optimum undercuts, close to it from below."""
-    low, high = 0.0, max(alpha + beta * limit for (alpha, beta), limit in zip(costs, limits, strict=True))
+    low, high = (
+        0.0,
+        max(alpha + beta * limit for (alpha, beta), limit in zip(costs, limits, strict=True)),
+    )
     best = [0] * len(costs)
     for _ in range(64):
         middle = (low + high) / 2
-        shares = [_samples_within(middle, *cost, limit) for cost, limit in zip(costs, limits, strict=True)]
+        shares = [
+            _samples_within(middle, *cost, limit) for cost, limit in zip(costs, limits, strict=True)
+        ]
         if sum(shares) <= global_batch:
             low, best = middle, shares
         else:

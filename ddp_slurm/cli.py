@@ -1,14 +1,16 @@
 """``ddp-slurm``: all commands in one."""
 
-from . import __version__, console, jobs, submit
-from .admin import commands as admin
-from .discover import discover_command
-from .lab import commands as lab
+from ddp_slurm import __version__, console, submit
+from ddp_slurm.admin import commands as admin
+from ddp_slurm.cluster.discover import discover_command
+from ddp_slurm.lab import commands as lab
+from ddp_slurm.runs import commands as jobs
 
 
 def make_parser() -> console.Parser:
     parser = console.Parser(
-        prog="ddp-slurm", description="Train one PyTorch model on all the GPUs you own, however uneven."
+        prog="ddp-slurm",
+        description="Train one PyTorch model on all the GPUs you own, however uneven.",
     )
     parser.add_argument("--version", action="version", version=f"ddp-slurm {__version__}")
     commands = parser.add_commands()

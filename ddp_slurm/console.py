@@ -3,11 +3,11 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
-from .errors import DdpSlurmError, did_you_mean
-from .schema import Reader
+from ddp_slurm.errors import DdpSlurmError, did_you_mean
+from ddp_slurm.schema.schema import Reader
 
 T = TypeVar("T")
 
@@ -21,6 +21,22 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
     except OSError:
         _silence(2)
+
+
+def table(rows: Iterable[Sequence[str]]) -> str:
+    """Rows of cells as lines of left-aligned columns; every row has the same number of cells.
+
+    >>> print(table([("RANK", "NODE"), ("0", "gamma"), ("10", "a")]))
+    RANK  NODE
+    0     gamma
+    10    a
+    """
+    lines = [list(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(map(str.ljust, cells, widths)).rstrip()  # a width for each cell
+        for cells in lines
+    )
 
 
 def _silence(stream: int) -> None:
@@ -55,7 +71,9 @@ class Parser(argparse.ArgumentParser):
         for word in words:
             if word.startswith("-"):
                 name = word.partition("=")[0]
-                self.error(f"no such option: {name}{did_you_mean(name, list(self._option_string_actions))}")
+                self.error(
+                    f"no such option: {name}{did_you_mean(name, list(self._option_string_actions))}"
+                )
         self.error(f"unexpected {' '.join(map(repr, words))}")
 
     def add_commands(self) -> Commands:
@@ -123,7 +141,9 @@ def _open_closed_streams() -> None:
     """``>&-`` closes a stream, and the next file that is opened would get its number."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))  # the lowest free number, its own
+            setattr(
+                sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode)
+            )  # the lowest free number, its own
 
 
 def _os_fault(fault: OSError) -> str:
@@ -134,5 +154,8 @@ def _os_fault(fault: OSError) -> str:
 
 def _unwritable(fault: UnicodeEncodeError) -> str:
     """Names the line: the character alone, an undecodable byte of a file's name for example, says little."""
-    line = fault.object[: fault.start].rpartition("\n")[2] + fault.object[fault.start :].partition("\n")[0]
+    line = (
+        fault.object[: fault.start].rpartition("\n")[2]
+        + fault.object[fault.start :].partition("\n")[0]
+    )
     return f"{line!a}: {fault.object[fault.start]!a} cannot be written as {fault.encoding}"

@@ -4,7 +4,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from .errors import DdpSlurmError
+from ddp_slurm.errors import DdpSlurmError
 
 
 def write_whole(path: Path, text: str, mode: int = 0o644) -> None:
@@ -13,7 +13,9 @@ def write_whole(path: Path, text: str, mode: int = 0o644) -> None:
     A link stays, and what it points at is written. Raises DdpSlurmError, with the path and the system's reason.
     """
     try:
-        if path.exists() and not path.is_file():  # taking its place would destroy a device or a pipe
+        if (
+            path.exists() and not path.is_file()
+        ):  # taking its place would destroy a device or a pipe
             raise DdpSlurmError(f"{path}: cannot be written: it is there and no regular file")
         path = Path(os.path.realpath(path))
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from itertools import product
 
-from .errors import DdpSlurmError
+from ddp_slurm.errors import DdpSlurmError
 
 MAX_HOSTS = 1_000_000
 """More hosts than this in one expression are a typing error, not a cluster."""
@@ -75,7 +75,9 @@ def _expand_ranges(ranges: str, text: str) -> list[str]:
     for item in ranges.split(","):
         match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", item)
         if not match:
-            raise HostlistError(f"host list {text!r} has {item!r} where a number or a range such as 1-4 belongs")
+            raise HostlistError(
+                f"host list {text!r} has {item!r} where a number or a range such as 1-4 belongs"
+            )
         low, high = match[1], match[2] or match[1]
         if int(high) < int(low):
             raise HostlistError(f"host list {text!r} has the descending range {item!r}")
@@ -100,7 +102,12 @@ def compress_hostlist(hosts: Iterable[str]) -> str:
         prefix, number = host[: -len(digits)], int(digits)
         if runs:
             last_prefix, width, first, last = runs[-1]
-            if width and prefix == last_prefix and number == last + 1 and digits == str(number).zfill(width):
+            if (
+                width
+                and prefix == last_prefix
+                and number == last + 1
+                and digits == str(number).zfill(width)
+            ):
                 runs[-1] = (prefix, width, first, number)
                 continue
         runs.append((prefix, len(digits), number, number))
@@ -117,7 +124,14 @@ def _join_runs(runs: list[tuple[str, int, int, int]]) -> list[str]:
         else:
             parts.append((prefix, [item] if width else []))
     return [
-        prefix + (items[0] if len(items) == 1 and "-" not in items[0] else f"[{','.join(items)}]" if items else "")
+        prefix
+        + (
+            items[0]
+            if len(items) == 1 and "-" not in items[0]
+            else f"[{','.join(items)}]"
+            if items
+            else ""
+        )
         for prefix, items in parts
     ]
 

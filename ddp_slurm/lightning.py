@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from .balance import planned_shares
-from .errors import DdpSlurmError
-from .hostlist import expand_tasks_per_node
-from .rank_env import LaunchError, RankEnv
+from ddp_slurm.balance import planned_shares
+from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.hostlist import expand_tasks_per_node
+from ddp_slurm.rank_env import LaunchError, RankEnv
 
 try:
     from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment

@@ -9,10 +9,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .errors import DdpSlurmError
-from .hostlist import expand_hostlist
+from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.hostlist import expand_hostlist
 
-ENV_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+ENV_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 """What torchrun sets for every process, besides GROUP_RANK for the node."""
 
 INTERACTIVE_STEPS = ("4294967290", "-6")
@@ -102,15 +109,27 @@ class RankEnv:
             local_world_size=len(_text(env, "SLURM_GTIDS").split(",")),
             node_rank=_int(env, "SLURM_NODEID"),
             master_addr=env.get("MASTER_ADDR") or _host_of_rank_0(env),
-            master_port=_port(env) if "MASTER_PORT" in env else port_of_job(_int(env, "SLURM_JOB_ID")),
+            master_port=_port(env)
+            if "MASTER_PORT" in env
+            else port_of_job(_int(env, "SLURM_JOB_ID")),
         )
 
     @classmethod
     def _checked(
-        cls, env: Mapping[str, str], *, rank: int, local_rank: int, world_size: int, local_world_size: int,
-        node_rank: int, master_addr: str, master_port: int,
-    ) -> "RankEnv":  # fmt: skip
-        if not (rank < world_size and local_rank < local_world_size <= world_size and node_rank <= rank):
+        cls,
+        env: Mapping[str, str],
+        *,
+        rank: int,
+        local_rank: int,
+        world_size: int,
+        local_world_size: int,
+        node_rank: int,
+        master_addr: str,
+        master_port: int,
+    ) -> "RankEnv":
+        if not (
+            rank < world_size and local_rank < local_world_size <= world_size and node_rank <= rank
+        ):
             raise LaunchError(
                 f"the launcher's variables contradict each other: rank {rank} of {world_size}, local rank {local_rank} "
                 f"of {local_world_size}, node rank {node_rank}"
@@ -118,9 +137,15 @@ class RankEnv:
         if not master_addr:
             raise LaunchError("MASTER_ADDR is empty; it must be the address of rank 0's host")
         return cls(
-            rank, local_rank, world_size, local_world_size, node_rank, master_addr, master_port,
+            rank,
+            local_rank,
+            world_size,
+            local_world_size,
+            node_rank,
+            master_addr,
+            master_port,
             _device_index(env, local_rank, local_world_size),
-        )  # fmt: skip
+        )
 
     def env_variables(self) -> dict[str, str]:
         """The env:// set that ``torch.distributed`` and unmodified training scripts read."""
@@ -163,12 +188,16 @@ def _text(env: Mapping[str, str], name: str) -> str:
     try:
         return env[name]
     except KeyError:
-        raise LaunchError(f"{name} is not set, though this is an srun step; was the environment changed?") from None
+        raise LaunchError(
+            f"{name} is not set, though this is an srun step; was the environment changed?"
+        ) from None
 
 
 def _int(env: Mapping[str, str], name: str) -> int:
     text = _text(env, name)
-    if not re.fullmatch("[0-9]{1,10}", text):  # int() would take blanks, signs and other alphabets' digits too
+    if not re.fullmatch(
+        "[0-9]{1,10}", text
+    ):  # int() would take blanks, signs and other alphabets' digits too
         raise LaunchError(f"{name}={text!r} is not a whole number >= 0")
     return int(text)
 

@@ -9,11 +9,18 @@ import os
 import sys
 from collections.abc import Mapping
 
-from .errors import DdpSlurmError
-from .rank_env import RankEnv
+from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.rank_env import RankEnv
 
 USAGE = "usage: python -m ddp_slurm.run CMD ...   (inside an srun step, or another launcher's rank)"
-ACCELERATORS = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg", "/dev/dri/render*", "/dev/davinci*", "/dev/accel*")
+ACCELERATORS = (
+    "/dev/nvidia[0-9]*",
+    "/dev/kfd",
+    "/dev/dxg",
+    "/dev/dri/render*",
+    "/dev/davinci*",
+    "/dev/accel*",
+)
 """Device files of NVIDIA, AMD, Windows' Linux, Intel, Huawei and others."""
 
 
@@ -26,9 +33,14 @@ def script_environ(environ: Mapping[str, str]) -> dict[str, str]:
     Raises LaunchError as RankEnv does.
     """
     rank_env = RankEnv.from_environ(environ)
-    marks = {"GROUP_RANK": str(rank_env.node_rank), "TORCHELASTIC_RUN_ID": environ.get("SLURM_JOB_ID", "ddp_slurm")}
+    marks = {
+        "GROUP_RANK": str(rank_env.node_rank),
+        "TORCHELASTIC_RUN_ID": environ.get("SLURM_JOB_ID", "ddp_slurm"),
+    }
     if not any(glob.glob(pattern) for pattern in ACCELERATORS):
-        marks["ACCELERATE_USE_CPU"] = "true"  # without a GPU Accelerate would take every rank for a world of its own
+        marks["ACCELERATE_USE_CPU"] = (
+            "true"  # without a GPU Accelerate would take every rank for a world of its own
+        )
     return {**marks, **environ, **rank_env.env_variables()}
 
 

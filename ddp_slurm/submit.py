@@ -7,16 +7,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import console
-from .backends import sbatch
-from .errors import counted
-from .files import write_whole
-from .job import DEFAULT_CLUSTER, Request, plan_request
-from .log_path import runs_folder, with_log_path
-from .options import JobOptions, OptionsError
-from .plan import Plan
-from .render import render_sbatch
-from .schema import keys_of
+from ddp_slurm import console
+from ddp_slurm.backends import sbatch
+from ddp_slurm.errors import counted
+from ddp_slurm.files import write_whole
+from ddp_slurm.job.log_path import runs_folder, with_log_path
+from ddp_slurm.job.options import JobOptions, OptionsError
+from ddp_slurm.plan import Plan
+from ddp_slurm.plan.request import DEFAULT_CLUSTER, Request, plan_request
+from ddp_slurm.render import render_sbatch
+from ddp_slurm.schema.schema import keys_of
 
 BACKENDS = ("auto", "sbatch", "submitit", "torchrun", "local")
 
@@ -28,9 +28,14 @@ def add_job_options(parser: console.Parser) -> None:
     """
     parser.usage = "%(prog)s [OPTIONS] [-- COMMAND ...]"
     parser.add_argument(
-        "--cluster", type=Path, metavar="FILE", help="the machines; default ./cluster.yaml, else the live Slurm"
+        "--cluster",
+        type=Path,
+        metavar="FILE",
+        help="the machines; default ./cluster.yaml, else the live Slurm",
     )
-    parser.add_argument("--job", type=Path, metavar="FILE", help="a YAML file with any of the options below as keys")
+    parser.add_argument(
+        "--job", type=Path, metavar="FILE", help="a YAML file with any of the options below as keys"
+    )
     for name, key in keys_of(JobOptions).items():
         default = "" if key.default in (None, (), {}) else f" [default: {key.default}]"
         text = f"{key.help}{default}".replace("%", "%%")
@@ -38,35 +43,49 @@ def add_job_options(parser: console.Parser) -> None:
             parser.add_argument(name, nargs="...", metavar=key.metavar, help=text)
         else:
             action = "append" if isinstance(key.default, tuple | dict) else "store"
-            parser.add_argument(f"--{name.replace('_', '-')}", action=action, metavar=key.metavar, help=text)
+            parser.add_argument(
+                f"--{name.replace('_', '-')}", action=action, metavar=key.metavar, help=text
+            )
 
 
 def add_submit_options(parser: console.Parser) -> None:
     parser.add_argument(
-        "--backend", choices=BACKENDS, default="auto",
+        "--backend",
+        choices=BACKENDS,
+        default="auto",
         help="auto: sbatch where it is on PATH, else the ranks run on this machine; submitit: through submitit, the "
         "exit status of each rank as its result; torchrun: on the nodes of cluster.yaml over ssh, without Slurm",
-    )  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and submit nothing")
-    parser.add_argument(
-        "--script", type=Path, metavar="FILE", help="write the job script to FILE, for sbatch, and submit nothing"
     )
     parser.add_argument(
-        "--follow", action="store_true",
+        "--dry-run", action="store_true", help="print what would be submitted, and submit nothing"
+    )
+    parser.add_argument(
+        "--script",
+        type=Path,
+        metavar="FILE",
+        help="write the job script to FILE, for sbatch, and submit nothing",
+    )
+    parser.add_argument(
+        "--follow",
+        action="store_true",
         help="stay: the state, then the log on stderr, until the job ends; Ctrl-C detaches from it",
-    )  # fmt: skip
+    )
     add_job_options(parser)
 
 
-def _request(cluster: Path | None, job: Path | None, command: list[str], options: dict[str, Any]) -> Request:
+def _request(
+    cluster: Path | None, job: Path | None, command: list[str], options: dict[str, Any]
+) -> Request:
     given = {name: value for name, value in options.items() if value is not None}
     words = command[1:] if command[:1] == ["--"] else command
     return Request(cluster, job, given | ({"command": words} if words else {}))
 
 
-def show_plan(*, cluster: Path | None, job: Path | None, command: list[str], **options: Any) -> None:
+def show_plan(
+    *, cluster: Path | None, job: Path | None, command: list[str], **options: Any
+) -> None:
     """Show who would run where: the table of nodes, ranks and shares. Submits nothing."""
-    from .show import plan_table
+    from ddp_slurm.plan.table import plan_table
 
     request = _request(cluster, job, command, options)
     print(plan_table(plan_request(request, local=not sbatch.is_available())), end="")
@@ -87,17 +106,25 @@ def submit(
     request = _request(cluster, job, command, options)
     if script is not None:
         if backend not in ("auto", "sbatch"):
-            raise OptionsError(f"--script writes an sbatch script; it does not go with --backend {backend}")
+            raise OptionsError(
+                f"--script writes an sbatch script; it does not go with --backend {backend}"
+            )
         if follow:
-            raise OptionsError("--script submits nothing that --follow could wait for; give one of them")
+            raise OptionsError(
+                "--script submits nothing that --follow could wait for; give one of them"
+            )
         _write_script(plan_request(request), script, dry_run=dry_run)
         return
     chosen = _choose(backend, dry_run)
     if chosen == "torchrun" and request.cluster is None and not DEFAULT_CLUSTER.exists():
-        raise OptionsError("--backend torchrun needs a cluster.yaml with the machines, here or by --cluster FILE")
+        raise OptionsError(
+            "--backend torchrun needs a cluster.yaml with the machines, here or by --cluster FILE"
+        )
     plan = plan_request(request, local=chosen == "local")
     if not plan.options.command:
-        raise OptionsError("no command: put what every rank runs after --, as in: -- python train.py")
+        raise OptionsError(
+            "no command: put what every rank runs after --, as in: -- python train.py"
+        )
     sbatch.check_setup(plan.options.setup)
     if chosen in ("local", "torchrun"):
         _run_in_the_terminal(plan, chosen, _cluster_file(request), dry_run=dry_run)
@@ -113,9 +140,11 @@ def _cluster_file(request: Request) -> Path | None:
 # What starts and keeps a job is imported where it is used: a dry run of a large one should not wait for it.
 
 
-def _run_in_the_terminal(plan: Plan, backend: str, cluster_file: Path | None, *, dry_run: bool) -> None:
-    from .backends import local, torchrun
-    from .foreground import run_and_keep
+def _run_in_the_terminal(
+    plan: Plan, backend: str, cluster_file: Path | None, *, dry_run: bool
+) -> None:
+    from ddp_slurm.backends import local, torchrun
+    from ddp_slurm.runs.foreground import run_and_keep
 
     place = local if backend == "local" else torchrun
     if "output" in plan.options.given:
@@ -124,22 +153,26 @@ def _run_in_the_terminal(plan: Plan, backend: str, cluster_file: Path | None, *,
     if dry_run:
         print(text, end="")
         return
-    status = run_and_keep(plan, backend=backend, script=text, run=place.run, cluster_file=cluster_file)
+    status = run_and_keep(
+        plan, backend=backend, script=text, run=place.run, cluster_file=cluster_file
+    )
     raise SystemExit(status)
 
 
-def _submit_to_slurm(plan: Plan, backend: str, cluster_file: Path | None, *, dry_run: bool, follow: bool) -> None:
+def _submit_to_slurm(
+    plan: Plan, backend: str, cluster_file: Path | None, *, dry_run: bool, follow: bool
+) -> None:
     runs = runs_folder(plan.options.output)
     job = None
     if backend == "submitit":
-        from .backends.submitit import CommandJob
+        from ddp_slurm.backends.submitit.executor import CommandJob
 
         job = CommandJob(plan, runs, cluster_file)
     script = job.script if job else render_sbatch(plan, runs)
     if dry_run:
         print(script, end="")
         return
-    from .runs import keep_run, make_runs_folder
+    from ddp_slurm.runs.run_folder import keep_run, make_runs_folder
 
     make_runs_folder(runs)
     console.say(f"{plan.size} in {counted(len(plan.components), 'component')}")
@@ -148,13 +181,22 @@ def _submit_to_slurm(plan: Plan, backend: str, cluster_file: Path | None, *, dry
     else:
         now = time.time()
         job_id = sbatch.submit(script)
-        keep_run(plan, runs=runs, job_id=job_id, backend="sbatch", script=script, cluster_file=cluster_file,
-                 submitted_at=now)  # fmt: skip
+        keep_run(
+            plan,
+            runs=runs,
+            job_id=job_id,
+            backend="sbatch",
+            script=script,
+            cluster_file=cluster_file,
+            submitted_at=now,
+        )
     values = {"%x": plan.name, "%j": job_id, "%%": "%"}
-    console.say(f"submitted; the log is {re.sub('%[xj%]', lambda found: values[found[0]], plan.options.output)}")
+    console.say(
+        f"submitted; the log is {re.sub('%[xj%]', lambda found: values[found[0]], plan.options.output)}"
+    )
     print(job_id, flush=True)
     if follow:
-        from . import jobs
+        from ddp_slurm.runs import commands as jobs
 
         raise SystemExit(jobs.follow(jobs.Job.find(job_id, runs), sys.stderr))
 
@@ -194,7 +236,9 @@ def _check_script(path: Path) -> None:
     with path.open(errors="replace") as file:
         first, second = file.readline(), file.readline()
     if first and "Made by ddp-slurm submit" not in second:
-        raise OptionsError(f"--script {path}: the file is there and not made by ddp-slurm; remove it, or name another")
+        raise OptionsError(
+            f"--script {path}: the file is there and not made by ddp-slurm; remove it, or name another"
+        )
 
 
 def main() -> None:

@@ -10,13 +10,15 @@ import argparse
 import torch
 from torch.nn.functional import cross_entropy
 
+from ddp_slurm.examples.arguments import add_arguments, global_batch_size, number_of
+from ddp_slurm.examples.models import TinyMlp
 from ddp_slurm.training import Snapshot, Trainer, init_distributed
-from ddp_slurm.training.arguments import add_arguments, global_batch_size, number_of
 from ddp_slurm.training.data import ResidentTensors, synthetic_classes
-from ddp_slurm.training.models import TinyMlp
-from ddp_slurm.training.report import say
+from ddp_slurm.training.trainer.report import say
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 add_arguments(parser, default_lr=0.2)
 parser.add_argument("--samples", type=number_of(1), default=4096, help="of the training set")
 arguments = parser.parse_args()
@@ -51,4 +53,6 @@ with init_distributed() as world:
     result = trainer.train()
     if world.rank == 0 and result.finished:
         metrics = result.metrics
-        say(f"finished: step {result.step}, loss {metrics['loss']:.4f}, accuracy {metrics['accuracy']:.4f}")
+        say(
+            f"finished: step {result.step}, loss {metrics['loss']:.4f}, accuracy {metrics['accuracy']:.4f}"
+        )

@@ -2,7 +2,7 @@
 
 import yaml
 
-from ..cluster import Cluster
+from ddp_slurm.cluster import Cluster
 
 
 def ansible_inventory(cluster: Cluster) -> str:
@@ -19,7 +19,11 @@ def ansible_inventory(cluster: Cluster) -> str:
             about["ansible_port"] = node.ssh.port
         if node.ssh.identity:
             about["ansible_ssh_private_key_file"] = node.ssh.identity
-        known = {"slurm_gres": node.gres, "slurm_cpus": node.cpus, "slurm_memory_mb": node.memory_mb}
+        known = {
+            "slurm_gres": node.gres,
+            "slurm_cpus": node.cpus,
+            "slurm_memory_mb": node.memory_mb,
+        }
         hosts[node.name] = about | {key: value for key, value in known.items() if value}
     groups: dict[str, dict[str, dict[str, dict[str, object]]]] = {
         "slurm_controller": {"hosts": {cluster.controller_name: {}}},
@@ -27,6 +31,7 @@ def ansible_inventory(cluster: Cluster) -> str:
         "gpu_nodes": {"hosts": {node.name: {} for node in cluster.nodes if node.gpus}},
     }
     text: str = yaml.safe_dump(
-        {"all": {"vars": {"slurm_cluster_name": cluster.name}, "hosts": hosts, "children": groups}}, sort_keys=False
+        {"all": {"vars": {"slurm_cluster_name": cluster.name}, "hosts": hosts, "children": groups}},
+        sort_keys=False,
     )
     return text

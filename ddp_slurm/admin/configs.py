@@ -8,12 +8,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ..cluster import Cluster, GpuModel, Node
-from ..errors import DdpSlurmError
-from ..files import write_whole
-from ..hostlist import compress_hostlist
-from ..templating import render_template
-from .slurm_releases import DEFAULT_RELEASE, known_options, slurm_release
+from ddp_slurm.admin.slurm_releases import DEFAULT_RELEASE, known_options, slurm_release
+from ddp_slurm.cluster import Cluster, GpuModel, Node
+from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.files import write_whole
+from ddp_slurm.hostlist import compress_hostlist
+from ddp_slurm.render.templating import render_template
 
 PROBED_MEMORY_PERCENT = 95
 """Of the memory that a machine has is given to jobs. The rest is the system's, and a new kernel may take some more."""
@@ -101,10 +101,17 @@ def render_configs(
         "controller_address": settings.controller_address or addresses.get(controller),
         "ipv6": ipv6,
         "memory_percent": PROBED_MEMORY_PERCENT,
-        "scheduler_parameters": ("bf_hetjob_immediate", "whole_hetjob", *settings.scheduler_parameters),
+        "scheduler_parameters": (
+            "bf_hetjob_immediate",
+            "whole_hetjob",
+            *settings.scheduler_parameters,
+        ),
         "slurmctld_parameters": [
             parameter
-            for parameter, wanted in (("enable_configless", configless), ("node_reg_mem_percent=95", True))
+            for parameter, wanted in (
+                ("enable_configless", configless),
+                ("node_reg_mem_percent=95", True),
+            )
             if wanted and f"SlurmctldParameters={parameter.partition('=')[0]}" in known
         ],
         "def_mem_per_cpu": min(node["real_memory_mb"] // node["cpus"] for node in nodes) or 1,
@@ -113,11 +120,20 @@ def render_configs(
         "gres_lines": _gres_lines(cluster.nodes, settings.gpu_device_prefix),
         "slurmdbd": slurmdbd,
         "health_check": health_check,
-        **{name: getattr(settings, name) for name in (
-            "state_dir", "spool_dir", "log_dir", "run_dir", "munge_socket", "slurm_user",
-            "slurmctld_port", "slurmd_port",
-        )},
-    }  # fmt: skip
+        **{
+            name: getattr(settings, name)
+            for name in (
+                "state_dir",
+                "spool_dir",
+                "log_dir",
+                "run_dir",
+                "munge_socket",
+                "slurm_user",
+                "slurmctld_port",
+                "slurmd_port",
+            )
+        },
+    }
     names = ["slurm.conf", "gres.conf", "cgroup.conf", *(["slurmdbd.conf"] if slurmdbd else [])]
     return {name: render_template(f"{name}.j2", **values) for name in names}
 
@@ -126,14 +142,24 @@ def _check(cluster: Cluster, health_check: str | None) -> None:
     faults = []
     for node in cluster.nodes:
         if node.gpu_count > FIRST_RENDER_MINOR:
-            faults.append(f"node {node.name!r} has {node.gpu_count} GPUs; a node can have at most {FIRST_RENDER_MINOR}")
+            faults.append(
+                f"node {node.name!r} has {node.gpu_count} GPUs; a node can have at most {FIRST_RENDER_MINOR}"
+            )
         missing = [
-            key for key, there in (("cpus", node.cpus or _topology(node)), ("memory", node.memory_mb)) if not there
+            key
+            for key, there in (("cpus", node.cpus or _topology(node)), ("memory", node.memory_mb))
+            if not there
         ]
         if missing:
-            faults.append(f"node {node.name!r} has no {' and no '.join(missing)}; 'ddp-slurm cluster probe' finds them")
+            faults.append(
+                f"node {node.name!r} has no {' and no '.join(missing)}; 'ddp-slurm cluster probe' finds them"
+            )
         topology = _topology(node)
-        if topology and node.cpus not in (None, topology[0] * topology[1], topology[0] * topology[1] * topology[2]):
+        if topology and node.cpus not in (
+            None,
+            topology[0] * topology[1],
+            topology[0] * topology[1] * topology[2],
+        ):
             sockets, cores, threads = topology
             faults.append(
                 f"node {node.name!r}: {sockets} sockets * {cores} cores_per_socket * {threads} threads_per_core "
@@ -168,7 +194,9 @@ def _node_lines(cluster: Cluster, settings: LabSettings) -> list[dict[str, Any]]
         cpus = node.cpus or math.prod(topology or ())
         processors = f"CPUs={cpus}"
         if topology:
-            processors += f" Sockets={topology[0]} CoresPerSocket={topology[1]} ThreadsPerCore={topology[2]}"
+            processors += (
+                f" Sockets={topology[0]} CoresPerSocket={topology[1]} ThreadsPerCore={topology[2]}"
+            )
         return {
             "address": settings.addresses.get(node.name) or node.address,
             "cpus": cpus,
@@ -232,7 +260,9 @@ def _gres_lines(nodes: Sequence[Node], device_prefix: str) -> list[dict[str, str
     for gpus, group in groupby(nodes, key=lambda node: node.gpus):
         names = compress_hostlist(node.name for node in group)
         for model, minors in zip(gpus, _minors(gpus), strict=True):
-            lines.append({"names": names, "type": model.type, "files": _device_files(minors, device_prefix)})
+            lines.append(
+                {"names": names, "type": model.type, "files": _device_files(minors, device_prefix)}
+            )
     return lines
 
 

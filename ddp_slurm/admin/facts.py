@@ -11,8 +11,8 @@ from importlib import resources
 from ipaddress import IPv4Address
 
 from ddp_slurm.admin.gpus import Gpu, parse_gpus
-from ddp_slurm.admin.remote import RemoteError, Runner, run, run_script
 from ddp_slurm.cluster import Node
+from ddp_slurm.ssh.remote import RemoteError, Runner, run, run_script
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +83,19 @@ class Facts:
 
     @cached_property
     def gpus(self) -> tuple[Gpu, ...]:
-        return parse_gpus({name: [(b.status, b.text) for b in blocks] for name, blocks in self.blocks.items()})
+        return parse_gpus(
+            {name: [(b.status, b.text) for b in blocks] for name, blocks in self.blocks.items()}
+        )
 
     @cached_property
     def addresses(self) -> dict[str, str]:
         """Interface of each address, from ``ip -o addr``; loopback and link-local left out."""
         block = self.block("addresses")
-        pairs = re.findall(r"^\d+: (\S+) +inet6? ([0-9a-f.:]+)/\d+.* scope global", block.text if block else "", re.M)
+        pairs = re.findall(
+            r"^\d+: (\S+) +inet6? ([0-9a-f.:]+)/\d+.* scope global",
+            block.text if block else "",
+            re.M,
+        )
         return {address: name.split("@")[0] for name, address in pairs}
 
     def interface_towards(self, address: str) -> str | None:
@@ -120,7 +126,9 @@ class Facts:
     def training(self) -> dict[str, str]:
         """Versions that the training interpreter sees: python, torch, cuda, cudnn, nccl, or torch_fault."""
         block = self.block("training")
-        lines = [line for line in (block.text if block else "").splitlines() if line.startswith("facts ")]
+        lines = [
+            line for line in (block.text if block else "").splitlines() if line.startswith("facts ")
+        ]
         return {str(k): str(v) for k, v in json.loads(lines[-1][6:]).items()} if lines else {}
 
 
@@ -160,22 +168,34 @@ def parse_facts(text: str) -> Facts:
 
 def facts_script(settings: Mapping[str, str]) -> str:
     """The script that a node runs, with its settings (DEPTH, PEERS, ...) before it."""
-    source = resources.files("ddp_slurm.cluster_setup").joinpath("facts.sh").read_text(encoding="utf-8")
-    return "\n".join([*(f"{name}={shlex.quote(value)}" for name, value in settings.items()), source])
+    source = (
+        resources.files("ddp_slurm.cluster_setup").joinpath("facts.sh").read_text(encoding="utf-8")
+    )
+    return "\n".join(
+        [*(f"{name}={shlex.quote(value)}" for name, value in settings.items()), source]
+    )
 
 
 def gather(
-    node: Node, settings: Mapping[str, str] | None = None, *, runner: Runner = run, as_root: bool = False
+    node: Node,
+    settings: Mapping[str, str] | None = None,
+    *,
+    runner: Runner = run,
+    as_root: bool = False,
 ) -> Facts:
     """Ask one node. Raises RemoteError where it cannot be reached or its shell did not get through the script."""
     before = time.time()
-    result = run_script(node, facts_script(settings or {}), as_root=as_root, timeout_seconds=300, runner=runner)
+    result = run_script(
+        node, facts_script(settings or {}), as_root=as_root, timeout_seconds=300, runner=runner
+    )
     elapsed = time.time() - before
     try:
         facts = parse_facts(result.stdout)
     except RemoteError as fault:
         said = result.stderr.strip().splitlines()
-        raise RemoteError(f"{node.name}: {fault}{'; it said ' + said[-1] if said else ''}") from None
+        raise RemoteError(
+            f"{node.name}: {fault}{'; it said ' + said[-1] if said else ''}"
+        ) from None
     now = facts.first("now") or ""
     if not re.fullmatch(r"\d+(\.\d+)?", now):
         return facts

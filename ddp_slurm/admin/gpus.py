@@ -37,7 +37,9 @@ def _answer(outputs: Outputs, name: str) -> str:
 
 def _nvidia(outputs: Outputs) -> list[Gpu]:
     capabilities = dict(
-        line.split(", ", 1) for line in _answer(outputs, "nvidia-smi.capability").splitlines() if ", " in line
+        line.split(", ", 1)
+        for line in _answer(outputs, "nvidia-smi.capability").splitlines()
+        if ", " in line
     )
     minors = _device_minors(outputs)
     if any(nvidia_fault(status, text) for status, text in outputs.get("nvidia-smi", ())):
@@ -49,7 +51,9 @@ def _nvidia(outputs: Outputs) -> list[Gpu]:
             Gpu(
                 index=int(index),
                 name=name,
-                memory_mib=int(memory) if memory.isdigit() else 0,  # "[N/A]" on machines with one shared memory
+                memory_mib=int(memory)
+                if memory.isdigit()
+                else 0,  # "[N/A]" on machines with one shared memory
                 vendor="nvidia",
                 minor=minors.get(_short_bus_id(bus_id)),
                 driver=driver,
@@ -84,7 +88,10 @@ def _device_minors(outputs: Outputs) -> dict[str, int]:
     """Minor number of each bus id, from the kernel module's own pages in /proc."""
     minors = {}
     for _, text in outputs.get("nvidia.information", ()):
-        bus, minor = re.search(r"Bus Location:\s*(\S+)", text), re.search(r"Device Minor:\s*(\d+)", text)
+        bus, minor = (
+            re.search(r"Bus Location:\s*(\S+)", text),
+            re.search(r"Device Minor:\s*(\d+)", text),
+        )
         if bus and minor:
             minors[_short_bus_id(bus[1])] = int(minor[1])
     return minors
@@ -110,10 +117,14 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 def _amd_smi(text: str) -> list[Gpu]:
     data = _json(text)
-    cards = data.get("gpu_data", []) if isinstance(data, dict) else data or []  # wrapped since ROCm 6.4
+    cards = (
+        data.get("gpu_data", []) if isinstance(data, dict) else data or []
+    )  # wrapped since ROCm 6.4
     gpus: list[Gpu] = []
     for number, card in enumerate(map(_mapping, cards)):
-        asic, vram, bus, driver = (_mapping(card.get(part)) for part in ("asic", "vram", "bus", "driver"))
+        asic, vram, bus, driver = (
+            _mapping(card.get(part)) for part in ("asic", "vram", "bus", "driver")
+        )
         index = str(card.get("gpu"))
         size = vram.get("size", vram.get("vram_size_mb", 0))
         megabytes = size.get("value", 0) if isinstance(size, dict) else size
@@ -137,7 +148,9 @@ def _rocm_smi(text: str) -> list[Gpu]:
     driver = str(_mapping(data.get("system")).get("Driver version", ""))
     gpus: list[Gpu] = []
     for card, about in sorted(cards.items(), key=lambda item: int(item[0][4:])):
-        known = {key.lower(): str(value) for key, value in about.items()}  # the capitals changed with ROCm 6
+        known = {
+            key.lower(): str(value) for key, value in about.items()
+        }  # the capitals changed with ROCm 6
         memory = known.get("vram total memory (b)", "0")
         gpus.append(
             Gpu(
@@ -167,9 +180,7 @@ def gres_types(names: Iterable[str]) -> dict[str, str]:
     return {name: _plain_type(name) if t in shared else t for name, t in short.items()}
 
 
-_NOISE = (
-    r"\b(NVIDIA|GeForce|Tesla|Quadro|AMD|ATI|Instinct|Radeon|Graphics|GPU|Generation|PCIe|PCI-?E|HBM\w*|NVL|\d+ ?GB)\b"
-)
+_NOISE = r"\b(NVIDIA|GeForce|Tesla|Quadro|AMD|ATI|Instinct|Radeon|Graphics|GPU|Generation|PCIe|PCI-?E|HBM\w*|NVL|\d+ ?GB)\b"
 
 
 def _short_type(name: str) -> str:

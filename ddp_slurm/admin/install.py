@@ -13,11 +13,11 @@ from dataclasses import dataclass, fields
 from importlib import resources
 from ipaddress import ip_address
 
-from ..cluster import Cluster, Node
-from ..errors import DdpSlurmError, did_you_mean
-from .configs import render_configs
-from .remote import RemoteError, Result, Runner, on_all, run, run_script
-from .slurm_releases import DEFAULT_RELEASE, slurm_release
+from ddp_slurm.admin.configs import render_configs
+from ddp_slurm.admin.slurm_releases import DEFAULT_RELEASE, slurm_release
+from ddp_slurm.cluster import Cluster, Node
+from ddp_slurm.errors import DdpSlurmError, did_you_mean
+from ddp_slurm.ssh.remote import RemoteError, Result, Runner, on_all, run, run_script
 
 MUNGE_KEY_BYTES = 1024
 HEALTH_CHECK = "/usr/local/sbin/gpu_check.sh"
@@ -55,7 +55,9 @@ STEPS = (
     Step("clock", "chrony, which follows the controller"),
     Step("packages", "Slurm and munge"),
     Step("munge", "one key for all nodes"),
-    Step("slurmctld", "the configuration, and the daemon that hands it out", on_controller_only=True),
+    Step(
+        "slurmctld", "the configuration, and the daemon that hands it out", on_controller_only=True
+    ),
     Step("slurmd", "the daemon of each node"),
     Step("nodes", "every node registered and ready", on_controller_only=True),
     Step("first_job", "one step over all nodes", on_controller_only=True, changes_nothing=True),
@@ -125,21 +127,27 @@ def install(
         report(outcome)
     version = _one_release(before, dry_run=dry_run)
     settings |= _settings_of_ids(cluster, before) | _settings_of_configs(cluster, version)
-    if "enable_configless" not in settings["SLURM_CONF"] and any(s.name in ("slurmctld", "slurmd") for s in plan):
+    if "enable_configless" not in settings["SLURM_CONF"] and any(
+        s.name in ("slurmctld", "slurmd") for s in plan
+    ):
         raise InstallError(
             f"Slurm {version} cannot hand its configuration to the nodes over IPv6, 24.11 and later can: give IPv4 "
             "addresses in cluster.yaml, or install a later release first (see the guide)"
         )
     settings["MUNGE_KEY"] = before[cluster.controller_name].munge_key or _new_munge_key()
     for step in plan:
-        here = [n for n in wanted if not step.on_controller_only or n.name == cluster.controller_name]
+        here = [
+            n for n in wanted if not step.on_controller_only or n.name == cluster.controller_name
+        ]
         for outcome in _run_step(step, here, settings, dry_run=dry_run, runner=runner):
             outcomes.append(outcome)
             report(outcome)
         failed = [outcome for outcome in outcomes if outcome.result == "failed"]
         if failed:
             causes = [f"{o.node}: {'; '.join(o.reasons) or 'no reason given'}" for o in failed]
-            raise InstallError("\n".join([f"step {step.name} failed; the ones after it were not begun", *causes]))
+            raise InstallError(
+                "\n".join([f"step {step.name} failed; the ones after it were not begun", *causes])
+            )
     return outcomes
 
 
@@ -153,21 +161,33 @@ def _look(
 
     def ask(node: Node) -> Result:
         is_controller = node.name == cluster.controller_name
-        return _run_shell(node, "before", {**settings, "ASK_KEY": "yes" if is_controller else "no"}, "", runner)
+        return _run_shell(
+            node, "before", {**settings, "ASK_KEY": "yes" if is_controller else "no"}, "", runner
+        )
 
     answers = on_all(cluster.nodes, ask)
     results = {name: answer for name, answer in answers.items() if isinstance(answer, Result)}
-    absent = {name: str(answer) for name, answer in answers.items() if isinstance(answer, RemoteError)}
-    absent |= {name: f"{name}: {_last_words(r.stderr)}" for name, r in results.items() if r.returncode != 0}
+    absent = {
+        name: str(answer) for name, answer in answers.items() if isinstance(answer, RemoteError)
+    }
+    absent |= {
+        name: f"{name}: {_last_words(r.stderr)}" for name, r in results.items() if r.returncode != 0
+    }
     faults = [cause for name, cause in absent.items() if name in needed]
     if faults:
         raise InstallError("\n".join(faults))
-    return {name: _told_before(r.stdout) for name, r in results.items() if name not in absent}, absent
+    return {
+        name: _told_before(r.stdout) for name, r in results.items() if name not in absent
+    }, absent
 
 
 def _told_before(stdout: str) -> _Before:
     """A login banner may have lines of any kind."""
-    pairs = (line.removeprefix("fact ").partition(" ") for line in stdout.splitlines() if line.startswith("fact "))
+    pairs = (
+        line.removeprefix("fact ").partition(" ")
+        for line in stdout.splitlines()
+        if line.startswith("fact ")
+    )
     known = {entry.name for entry in fields(_Before)}
     return _Before(**{key: value.strip() for key, _, value in pairs if key in known})
 
@@ -239,7 +259,9 @@ def _settings_of_configs(cluster: Cluster, version: str) -> dict[str, str]:
         "SLURM_CONF": files["slurm.conf"],
         "GRES_CONF": files["gres.conf"],
         "CGROUP_CONF": files["cgroup.conf"],
-        "GPU_CHECK": resources.files("ddp_slurm.cluster_setup").joinpath("gpu_check.sh").read_text(encoding="utf-8"),
+        "GPU_CHECK": resources.files("ddp_slurm.cluster_setup")
+        .joinpath("gpu_check.sh")
+        .read_text(encoding="utf-8"),
         "SRUN": line,
         "TASKS": str(tasks),
     }
@@ -256,11 +278,22 @@ def first_job(cluster: Cluster) -> tuple[str, int]:
             continue
         here = min(node.gpu_count, node.cpus or node.gpu_count)
         tasks += here
-        options = [f"--nodelist={node.name}", "--nodes=1", f"--ntasks={here}", f"--gres={node.gres}"]
+        options = [
+            f"--nodelist={node.name}",
+            "--nodes=1",
+            f"--ntasks={here}",
+            f"--gres={node.gres}",
+        ]
         options += ["--cpus-per-task=1", "--mem=64M", "--time=5"]
         if node.partition:
             options.append(f"--partition={node.partition}")
-        words = [*options, "--job-name=first_job", "sh", "-c", 'echo "rank $SLURM_PROCID on $(uname -n)"']
+        words = [
+            *options,
+            "--job-name=first_job",
+            "sh",
+            "-c",
+            'echo "rank $SLURM_PROCID on $(uname -n)"',
+        ]
         segments.append(shlex.join(words))
     return "srun " + " : ".join(segments), tasks
 
@@ -283,8 +316,13 @@ def _run_step(
     step: Step, nodes: Iterable[Node], settings: Mapping[str, str], *, dry_run: bool, runner: Runner
 ) -> list[Outcome]:
     if dry_run and step.changes_nothing:
-        return [Outcome(step.name, node.name, "skipped", ("a dry run submits nothing",)) for node in nodes]
-    given = {key: settings[key] for key in (*_SETTINGS_OF_ALL, *_SETTINGS_OF_STEP.get(step.name, ()))}
+        return [
+            Outcome(step.name, node.name, "skipped", ("a dry run submits nothing",))
+            for node in nodes
+        ]
+    given = {
+        key: settings[key] for key in (*_SETTINGS_OF_ALL, *_SETTINGS_OF_STEP.get(step.name, ()))
+    }
     answers = on_all(nodes, lambda node: _run_shell(node, step.name, given, "run_step", runner))
     return [_outcome(step, name, answer) for name, answer in answers.items()]
 
@@ -293,20 +331,34 @@ def _outcome(step: Step, node: str, answer: Result | RemoteError) -> Outcome:
     if isinstance(answer, RemoteError):
         return Outcome(step.name, node, "failed", (str(answer),))
     # once, though a step looks before and after
-    reasons = tuple(dict.fromkeys(line[4:] for line in answer.stdout.splitlines() if line.startswith("say ")))
-    result = next((line[7:] for line in answer.stdout.splitlines() if line.startswith("result ")), None)
+    reasons = tuple(
+        dict.fromkeys(line[4:] for line in answer.stdout.splitlines() if line.startswith("say "))
+    )
+    result = next(
+        (line[7:] for line in answer.stdout.splitlines() if line.startswith("result ")), None
+    )
     if answer.returncode != 0 or result is None:
-        return Outcome(step.name, node, "failed", tuple(dict.fromkeys((*reasons, _last_words(answer.stderr)))))
+        return Outcome(
+            step.name, node, "failed", tuple(dict.fromkeys((*reasons, _last_words(answer.stderr))))
+        )
     return Outcome(step.name, node, result, reasons)
 
 
-def _run_shell(node: Node, name: str, settings: Mapping[str, str], call: str, runner: Runner) -> Result:
+def _run_shell(
+    node: Node, name: str, settings: Mapping[str, str], call: str, runner: Runner
+) -> Result:
     result = run_script(
-        node, step_script(name, {"NODE": node.name, **settings}, call),
-        as_root=True, wrapper=LOCK, timeout_seconds=STEP_TIMEOUT_SECONDS, runner=runner,
-    )  # fmt: skip
+        node,
+        step_script(name, {"NODE": node.name, **settings}, call),
+        as_root=True,
+        wrapper=LOCK,
+        timeout_seconds=STEP_TIMEOUT_SECONDS,
+        runner=runner,
+    )
     if result.returncode == LOCK_HELD:  # flock itself says nothing
-        raise RemoteError(f"{node.name}: another installer has been at work there for 15 minutes ({LOCK[-1]})")
+        raise RemoteError(
+            f"{node.name}: another installer has been at work there for 15 minutes ({LOCK[-1]})"
+        )
     return result
 
 
@@ -315,7 +367,9 @@ def step_script(name: str, settings: Mapping[str, str], call: str = "run_step") 
     folder = resources.files("ddp_slurm.cluster_setup").joinpath("steps")
     parts = [folder.joinpath(f"{part}.sh").read_text(encoding="utf-8") for part in ("common", name)]
     # echo: what the login shell printed before may have no end of line
-    return "\n".join([*(f"{key}={shlex.quote(value)}" for key, value in settings.items()), "echo", *parts, call])
+    return "\n".join(
+        [*(f"{key}={shlex.quote(value)}" for key, value in settings.items()), "echo", *parts, call]
+    )
 
 
 def _last_words(text: str, lines: int = 4) -> str:

@@ -9,17 +9,17 @@ from ipaddress import IPv6Address, ip_address
 from itertools import groupby
 from pathlib import Path
 
-from ..cluster import Cluster, ClusterError, ClusterFile, GpuModel, Node, Ssh
-from ..console import say
-from ..errors import DdpSlurmError
-from ..files import write_whole
-from ..hostlist import expand_hostlist
-from ..yaml_file import load_yaml, validate
-from .cluster_yaml import probed_cluster_yaml
-from .configs import FIRST_RENDER_MINOR, schedulable_memory_mb
-from .facts import Facts, gather
-from .gpus import Gpu, gres_types, nvidia_fault
-from .remote import RemoteError, Runner, on_all, run
+from ddp_slurm.admin.configs import FIRST_RENDER_MINOR, schedulable_memory_mb
+from ddp_slurm.admin.facts import Facts, gather
+from ddp_slurm.admin.gpus import Gpu, gres_types, nvidia_fault
+from ddp_slurm.admin.probed_yaml import probed_cluster_yaml
+from ddp_slurm.cluster.machines import Cluster, ClusterError, ClusterFile, GpuModel, Node, Ssh
+from ddp_slurm.console import say
+from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.files import write_whole
+from ddp_slurm.hostlist import expand_hostlist
+from ddp_slurm.schema.yaml_file import load_yaml, validate
+from ddp_slurm.ssh.remote import RemoteError, Runner, on_all, run
 
 NVIDIA_VENDOR = "0x10de"
 """PCI's number of the maker."""
@@ -37,7 +37,9 @@ def nodes_of_arguments(arguments: Sequence[str], known: Cluster | None) -> list[
     Raises ProbeError for a word that is none of these.
     """
     old = known.nodes if known else ()
-    by_name = {node.address: node for node in old if node.address} | {node.name: node for node in old}
+    by_name = {node.address: node for node in old if node.address} | {
+        node.name: node for node in old
+    }
     nodes: dict[str, Node] = {}
     for argument in arguments:
         match = re.fullmatch(
@@ -46,16 +48,22 @@ def nodes_of_arguments(arguments: Sequence[str], known: Cluster | None) -> list[
             argument,
         )
         if not match or (":" in match["hosts"] and not _is_ipv6(match["hosts"])):
-            raise ProbeError(f"{argument!r} is not a host: gpu1, gpu[01-04], user@gpu1 and gpu1=192.168.8.151 are")
+            raise ProbeError(
+                f"{argument!r} is not a host: gpu1, gpu[01-04], user@gpu1 and gpu1=192.168.8.151 are"
+            )
         names = [match["hosts"]] if ":" in match["hosts"] else expand_hostlist(match["hosts"])
         if match["address"] and len(names) > 1:
-            raise ProbeError(f"{argument!r} gives one address to {len(names)} hosts; give each its own")
+            raise ProbeError(
+                f"{argument!r} gives one address to {len(names)} hosts; give each its own"
+            )
         for name in names:
             node = by_name.get(name, Node(name))
             if match["address"]:
                 node = node._replace(address=match["address"])
             if match["user"]:
-                node = node._replace(ssh=Ssh(user=match["user"], port=node.ssh.port, identity=node.ssh.identity))
+                node = node._replace(
+                    ssh=Ssh(user=match["user"], port=node.ssh.port, identity=node.ssh.identity)
+                )
             nodes[node.name] = node
     return list(nodes.values())
 
@@ -119,7 +127,9 @@ def gpu_warning(facts: Facts) -> str | None:
     for tool in ("amd-smi", "rocm-smi"):
         block = facts.block(tool)
         if block and block.status != 0:
-            return f"{tool} fails: {block.text.splitlines()[0] if block.text else 'it says nothing'}"
+            return (
+                f"{tool} fails: {block.text.splitlines()[0] if block.text else 'it says nothing'}"
+            )
     if NVIDIA_VENDOR in facts.values.get("pci_gpu", ()):
         shown = "nvidia-smi shows none" if nvidia else "no nvidia-smi; install the driver first"
         return f"there is an NVIDIA card, but {shown}"
@@ -129,10 +139,12 @@ def gpu_warning(facts: Facts) -> str | None:
 def gpu_models(gpus: Sequence[Gpu], types: Mapping[str, str]) -> tuple[GpuModel, ...]:
     """Cards of one model together; device numbers only where they are not 0, 1, 2, ... in that order."""
     groups = [
-        (name, list(cards)) for name, cards in groupby(sorted(gpus, key=_model_order(gpus)), key=lambda g: g.name)
+        (name, list(cards))
+        for name, cards in groupby(sorted(gpus, key=_model_order(gpus)), key=lambda g: g.name)
     ]
     numbers = [
-        [card.minor if card.minor is not None else _default_minor(card) for card in cards] for _, cards in groups
+        [card.minor if card.minor is not None else _default_minor(card) for card in cards]
+        for _, cards in groups
     ]
     plain = [n for group in numbers for n in group] == list(range(len(gpus)))
     return tuple(
@@ -154,7 +166,9 @@ def _features(asked: Node, gpus: Sequence[Gpu]) -> tuple[str, ...]:
     """Compute capability and memory of the smallest card as words that a job can ask for, after the file's own."""
     own = [word for word in asked.features if not re.fullmatch(r"cc\d+|gfx\w+|vram\d+gb", word)]
     found = [
-        gpu.compute_capability if gpu.vendor == "amd" else f"cc{gpu.compute_capability.replace('.', '')}"
+        gpu.compute_capability
+        if gpu.vendor == "amd"
+        else f"cc{gpu.compute_capability.replace('.', '')}"
         for gpu in gpus
         if gpu.compute_capability
     ]
@@ -164,7 +178,9 @@ def _features(asked: Node, gpus: Sequence[Gpu]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*own, *found, *size]))
 
 
-def probed_cluster(known: Cluster | None, asked: Sequence[Node], told: Mapping[str, Facts]) -> Cluster:
+def probed_cluster(
+    known: Cluster | None, asked: Sequence[Node], told: Mapping[str, Facts]
+) -> Cluster:
     """The whole cluster: nodes of the file that were not asked stay as they are, new ones follow.
 
     A new node gets the name that it calls itself: slurmd looks for that one. ``told`` is by the names that were asked.
@@ -174,10 +190,15 @@ def probed_cluster(known: Cluster | None, asked: Sequence[Node], told: Mapping[s
     found: dict[str, Node] = {}
     for node in asked:
         if node.name in told:
-            others = [other.address or told[other.name].first("reached_at") or "" for other in asked
-                      if other.name != node.name and other.name in told]  # fmt: skip
+            others = [
+                other.address or told[other.name].first("reached_at") or ""
+                for other in asked
+                if other.name != node.name and other.name in told
+            ]
             seen = probed_node(node, told[node.name], types, others)
-            found[node.name] = seen if node.name in old else seen._replace(name=told[node.name].host or node.name)
+            found[node.name] = (
+                seen if node.name in old else seen._replace(name=told[node.name].host or node.name)
+            )
     nodes = {**old, **found}
     names = [node.name for node in nodes.values()]
     if twice := sorted({n for n in names if names.count(n) > 1}):
@@ -185,17 +206,28 @@ def probed_cluster(known: Cluster | None, asked: Sequence[Node], told: Mapping[s
         raise ProbeError(
             f"two hosts call themselves {twice[0]!r}; give each machine a name of its own (hostnamectl){same}"
         )
-    return Cluster(known.name if known else "cluster", tuple(nodes.values()), known.controller if known else None)
+    return Cluster(
+        known.name if known else "cluster",
+        tuple(nodes.values()),
+        known.controller if known else None,
+    )
 
 
 def difference(old: str, new: str, path: Path) -> str:
     """A unified diff of two versions of a file; empty where they are equal."""
     return "".join(
-        unified_diff(old.splitlines(keepends=True), new.splitlines(keepends=True), f"{path} (now)", f"{path} (probed)")
+        unified_diff(
+            old.splitlines(keepends=True),
+            new.splitlines(keepends=True),
+            f"{path} (now)",
+            f"{path} (probed)",
+        )
     )
 
 
-def probe(hosts: Sequence[str], file: Path | None, output: str | None, *, yes: bool, runner: Runner = run) -> None:
+def probe(
+    hosts: Sequence[str], file: Path | None, output: str | None, *, yes: bool, runner: Runner = run
+) -> None:
     """The command ``ddp-slurm cluster probe``: ask, compare, write.
 
     Raises ProbeError when no node answered, or when a file would be written over and nobody can be asked.
@@ -203,7 +235,9 @@ def probe(hosts: Sequence[str], file: Path | None, output: str | None, *, yes: b
     path = Path(output or file or "cluster.yaml")
     base = file or (path if output != "-" and path.exists() else None)
     known = load_known(base) if base else None
-    asked = nodes_of_arguments(hosts, known) or list(known.nodes if known else (Node(socket.gethostname()),))
+    asked = nodes_of_arguments(hosts, known) or list(
+        known.nodes if known else (Node(socket.gethostname()),)
+    )
     told: dict[str, Facts] = {}
     for name, answer in on_all(asked, lambda node: gather(node, runner=runner)).items():
         if isinstance(answer, RemoteError):

@@ -5,9 +5,20 @@ Sources: RELEASE_NOTES and the manual pages of each release; live daemons of 20.
 
 import re
 
-from ..errors import DdpSlurmError
+from ddp_slurm.errors import DdpSlurmError
 
-RELEASES = ("20.11", "21.08", "22.05", "23.02", "23.11", "24.05", "24.11", "25.05", "25.11", "26.05")
+RELEASES = (
+    "20.11",
+    "21.08",
+    "22.05",
+    "23.02",
+    "23.11",
+    "24.05",
+    "24.11",
+    "25.05",
+    "25.11",
+    "26.05",
+)
 """Oldest first. One srun over all components of a heterogeneous job begins with 20.11."""
 
 DEFAULT_RELEASE = "22.05"
@@ -52,9 +63,13 @@ def slurm_release(version: str) -> str:
 
     Raises SlurmReleaseError for a release older than 20.11, unknown ones and other text.
     """
-    match = re.fullmatch(r"(?:slurm(?:-wlm)? )?([0-9]{2}\.[0-9]{2})(?:[.-][0-9A-Za-z.~+-]*)?", version)
+    match = re.fullmatch(
+        r"(?:slurm(?:-wlm)? )?([0-9]{2}\.[0-9]{2})(?:[.-][0-9A-Za-z.~+-]*)?", version
+    )
     if not match:
-        raise SlurmReleaseError(f"{version!r} is not a Slurm version, such as 22.05 or 22.05.8 ('slurmd -V' shows it)")
+        raise SlurmReleaseError(
+            f"{version!r} is not a Slurm version, such as 22.05 or 22.05.8 ('slurmd -V' shows it)"
+        )
     release = match[1]
     if release < RELEASES[0]:
         raise SlurmReleaseError(
@@ -67,5 +82,12 @@ def slurm_release(version: str) -> str:
 
 def known_options(release: str) -> frozenset[str]:
     """What may stand in this release's slurm.conf, gres.conf, cgroup.conf and slurmdbd.conf."""
-    introduced = {option for since, names in INTRODUCED.items() if since <= release for option in names.split()}
-    return frozenset(introduced - {option for option, since in REFUSED_FROM.items() if since <= release})
+    introduced = {
+        option
+        for since, names in INTRODUCED.items()
+        if since <= release
+        for option in names.split()
+    }
+    return frozenset(
+        introduced - {option for option, since in REFUSED_FROM.items() if since <= release}
+    )

@@ -6,48 +6,21 @@ Where the machine has no GPU the ranks compute on the CPU (gloo), so any plan ca
 import os
 import shlex
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from itertools import accumulate, takewhile
+from itertools import accumulate
 
-from ..cluster import Cluster, GpuModel, Node
-from ..errors import DdpSlurmError
-from ..fields import MAX_GPUS_OF_A_NODE
-from ..plan import Plan
-from .runner import Process, run_all
-from .sbatch import clean_environ
+from ddp_slurm.backends.processes import Process, run_all
+from ddp_slurm.backends.sbatch import clean_environ
+from ddp_slurm.cluster.this_machine import visible_gpus
+from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.plan import Plan
 
 HOST = "127.0.0.1"
 
 
 class LocalError(DdpSlurmError):
     """This machine cannot run the plan."""
-
-
-def visible_gpus() -> tuple[str, ...]:
-    """The GPUs of this machine as CUDA_VISIBLE_DEVICES would name them; no torch is loaded for that."""
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
-        named = [part for part in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if part]
-        return tuple(takewhile(lambda part: not part.strip().startswith("-"), named))  # CUDA stops at -1
-    try:
-        listing = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return ()
-    return tuple(str(index) for index in range(sum(line.startswith("GPU ") for line in listing.splitlines())))
-
-
-def this_machine(gpus: int | None) -> Cluster:
-    """A cluster of this machine alone: its GPUs; without any, ``gpus`` ranks on the CPU (default one).
-
-    Raises LocalError.
-    """
-    count = len(visible_gpus()) or gpus or 1
-    if count > MAX_GPUS_OF_A_NODE:
-        raise LocalError(
-            f"--gpus: {count} ranks are too many for one machine; {MAX_GPUS_OF_A_NODE} at most are accepted"
-        )
-    return Cluster("local", (Node(socket.gethostname(), (GpuModel(count=count),), cpus=os.cpu_count()),))
 
 
 def step_processes(plan: Plan, environ: Mapping[str, str]) -> Iterator[Process]:
@@ -57,9 +30,11 @@ def step_processes(plan: Plan, environ: Mapping[str, str]) -> Iterator[Process]:
     """
     options = plan.options
     for option, value in (
-        ("container", options.container), ("launcher", options.launcher == "torchrun"), ("setup", options.setup),
+        ("container", options.container),
+        ("launcher", options.launcher == "torchrun"),
+        ("setup", options.setup),
         ("conda-env", options.conda_env),
-    ):  # fmt: skip
+    ):
         if value:
             raise LocalError(
                 f"--{option} does not go with --backend local, which starts the ranks itself, in the environment of "
@@ -117,7 +92,9 @@ def _venv_environ(venv: str | None, path: str) -> dict[str, str]:
     if venv is None:
         return {}
     if not os.path.exists(f"{venv}/bin/python"):
-        raise LocalError(f"--venv: {venv!r} has no bin/python; give the folder of a virtual environment")
+        raise LocalError(
+            f"--venv: {venv!r} has no bin/python; give the folder of a virtual environment"
+        )
     return {"VIRTUAL_ENV": venv, "PATH": f"{venv}/bin{os.pathsep}{path}"}
 
 
@@ -134,7 +111,9 @@ def _slurm_step(plan: Plan) -> dict[str, str]:
     }
     if len(plan.components) > 1:
         env["SLURM_HET_SIZE"] = str(len(plan.components))
-        env |= {f"SLURM_JOB_NODELIST_HET_GROUP_{i}": c.nodelist for i, c in enumerate(plan.components)}
+        env |= {
+            f"SLURM_JOB_NODELIST_HET_GROUP_{i}": c.nodelist for i, c in enumerate(plan.components)
+        }
     return env
 
 
@@ -155,7 +134,9 @@ def describe(plan: Plan) -> str:
     """The command of each rank with its variables, for ``--dry-run``."""
     lines = []
     for process in step_processes(plan, {}):
-        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(process.environ.items()))
+        variables = " ".join(
+            f"{name}={shlex.quote(value)}" for name, value in sorted(process.environ.items())
+        )
         lines.append(f"{process.label}{variables} {shlex.join(process.argv)}\n")
     return "".join(lines)
 

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from ..errors import DdpSlurmError
+from ddp_slurm.errors import DdpSlurmError
 
 KEPT_VARIABLES = ("SLURM_CONF",)
 
@@ -49,9 +49,14 @@ def is_available() -> bool:
 def submit(script: str) -> str:
     """Give the script to sbatch. Returns the job id; raises SubmitError with sbatch's own words."""
     if not is_available():
-        raise SubmitError("no sbatch on PATH: is this a login node of the cluster? Without Slurm use --backend local")
+        raise SubmitError(
+            "no sbatch on PATH: is this a login node of the cluster? Without Slurm use --backend local"
+        )
     result = subprocess.run(
-        ["sbatch", "--parsable"], input=script.encode(), capture_output=True, env=clean_environ(os.environ)
+        ["sbatch", "--parsable"],
+        input=script.encode(),
+        capture_output=True,
+        env=clean_environ(os.environ),
     )
     # not text=True: with errors="replace" the script would be changed as well
     out, err = (text.decode(errors="replace").strip() for text in (result.stdout, result.stderr))

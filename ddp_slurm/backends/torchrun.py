@@ -9,12 +9,12 @@ import os
 import shlex
 import sys
 
-from ..admin import remote
-from ..cluster import Cluster, Node
-from ..console import say
-from ..plan import Plan, make_plan
-from ..torchrun import NodeCommand, network_commands, render_torchrun
-from .runner import HEARTBEAT_SECONDS, STOP_GRACE_SECONDS, Process, run_all
+from ddp_slurm.backends.processes import HEARTBEAT_SECONDS, STOP_GRACE_SECONDS, Process, run_all
+from ddp_slurm.cluster import Cluster, Node
+from ddp_slurm.console import say
+from ddp_slurm.plan import Plan, make_plan
+from ddp_slurm.render.torchrun import NodeCommand, network_commands, render_torchrun
+from ddp_slurm.ssh import remote
 
 SILENCE_SECONDS = 12 * HEARTBEAT_SECONDS
 """So long may this process be stopped, or the network away, before the nodes give up."""

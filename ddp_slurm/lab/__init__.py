@@ -3,7 +3,7 @@
 Needs root, Linux network namespaces and the packages of Slurm and munge; see docs/lab.md.
 """
 
-from .errors import LabError
-from .lab import Lab, LabNode
+from ddp_slurm.lab.errors import LabError
+from ddp_slurm.lab.lab import Lab, LabNode
 
 __all__ = ["Lab", "LabError", "LabNode"]

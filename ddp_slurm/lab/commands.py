@@ -3,34 +3,52 @@
 import os
 from pathlib import Path
 
-from ..cluster import Cluster
-from ..console import Commands, add_command, say
-from .errors import LabError
-from .lab import Lab, remove
-from .machine import check_machine, with_system_programs
+from ddp_slurm.cluster import Cluster
+from ddp_slurm.console import Commands, add_command, say
+from ddp_slurm.lab.errors import LabError
+from ddp_slurm.lab.lab import Lab, remove
+from ddp_slurm.lab.machine import check_machine, with_system_programs
 
 
 def add_commands(commands: Commands) -> None:
     about = "A real Slurm of several hosts on this machine, from a cluster.yaml (root, Debian or Ubuntu)."
     own = commands.add_parser("lab", help=about, description=about).add_commands()
-    for name, function in (("up", up), ("down", down), ("exec", exec_), ("kill", kill), ("revive", revive),
-                           ("status", status)):  # fmt: skip
+    for name, function in (
+        ("up", up),
+        ("down", down),
+        ("exec", exec_),
+        ("kill", kill),
+        ("revive", revive),
+        ("status", status),
+    ):
         command = add_command(own, name, function)
-        command.add_argument("--name", default="lab", help="which lab; several run side by side [default: %(default)s]")
+        command.add_argument(
+            "--name",
+            default="lab",
+            help="which lab; several run side by side [default: %(default)s]",
+        )
         if function is up:
             command.add_argument(
-                "--cluster", type=Path, default=Path("cluster.yaml"), metavar="FILE",
+                "--cluster",
+                type=Path,
+                default=Path("cluster.yaml"),
+                metavar="FILE",
                 help="the machines to play [default: %(default)s]",
-            )  # fmt: skip
+            )
             command.add_argument(
-                "--slurm-root", type=Path, metavar="FOLDER",
+                "--slurm-root",
+                type=Path,
+                metavar="FOLDER",
                 help="root folder of another system (debootstrap) whose Slurm is used",
-            )  # fmt: skip
+            )
         elif function in (exec_, kill, revive):
             command.add_argument("node", metavar="NODE")
         if function is exec_:
             command.add_argument(
-                "command", nargs="...", metavar="COMMAND", help="with its arguments; options stand before NODE"
+                "command",
+                nargs="...",
+                metavar="COMMAND",
+                help="with its arguments; options stand before NODE",
             )
 
 
@@ -45,7 +63,11 @@ def up(cluster: Path, name: str, slurm_root: Path | None) -> None:
     for key, value in lab.environ.items():
         print(f"export {key}={value}", flush=True)
     # This machine's own sbatch may not understand another release.
-    say(f"ddp-slurm lab exec{named} {lab.nodes[0].name} sbatch test.sh" if lab.slurm_root else "sbatch test.sh")
+    say(
+        f"ddp-slurm lab exec{named} {lab.nodes[0].name} sbatch test.sh"
+        if lab.slurm_root
+        else "sbatch test.sh"
+    )
     say(f"ddp-slurm lab down{named}")
 
 
@@ -61,7 +83,9 @@ def exec_(node: str, command: list[str], name: str) -> None:
     if not words:
         raise LabError(f"no command: what is to run on {node}?")
     if command[0] != "--" and command[0].startswith("-"):
-        raise LabError(f"{command[0]!r} stands where the command begins; options of lab exec stand before {node}")
+        raise LabError(
+            f"{command[0]!r} stands where the command begins; options of lab exec stand before {node}"
+        )
     lab = Lab.find(name)
     argv = lab.inside(lab.node(node), words)
     os.execvpe(argv[0], argv, with_system_programs({**os.environ, **lab.environ}))

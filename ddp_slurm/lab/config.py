@@ -6,12 +6,12 @@ import stat
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..admin.configs import LabSettings, render_configs, write_configs
-from ..cluster import Cluster, Node
-from ..hostlist import expand_hostlist
+from ddp_slurm.admin.configs import LabSettings, render_configs, write_configs
+from ddp_slurm.cluster import Cluster, Node
+from ddp_slurm.hostlist import expand_hostlist
 
 if TYPE_CHECKING:
-    from .lab import Lab
+    from ddp_slurm.lab.lab import Lab
 
 CPUS_PER_GPU, MEMORY_MB_PER_GPU = 8, 16384
 NULL_DEVICE = os.makedev(1, 3)

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import network
-from .errors import LabError
+from ddp_slurm.lab import network
+from ddp_slurm.lab.errors import LabError
 
 if TYPE_CHECKING:
-    from .lab import Lab, LabNode
+    from ddp_slurm.lab.lab import Lab, LabNode
 
 SLURMCTLD_PORT = 6817
 START_SECONDS = 60.0
@@ -26,7 +26,9 @@ def slurm_version(lab: "Lab") -> str:
     done = lab.run(["slurmd", "-V"], capture_output=True, text=True)
     match = re.search(r"[0-9]+\.[0-9]+\.[0-9]+", done.stdout)
     if not match:
-        raise LabError(f"slurmd -V says {(done.stdout or done.stderr).strip()!r}, no release such as 22.05.8")
+        raise LabError(
+            f"slurmd -V says {(done.stdout or done.stderr).strip()!r}, no release such as 22.05.8"
+        )
     return match[0]
 
 
@@ -34,7 +36,9 @@ def start_munged(lab: "Lab") -> None:
     """A munged with a key and a socket of its own: another one on the machine is neither used nor disturbed."""
     folder = lab.folder / "munge"
     folder.mkdir()
-    with open(os.open(folder / "munge.key", os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o400), "wb") as key:
+    with open(
+        os.open(folder / "munge.key", os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o400), "wb"
+    ) as key:
         key.write(secrets.token_bytes(1024))
     log = lab.folder / "log" / "munged.log"
     options = {
@@ -47,7 +51,9 @@ def start_munged(lab: "Lab") -> None:
     # --force: as root, instead of the user munge, who need not exist in another release's root.
     argv = ["munged", "--force", *(f"--{name}={value}" for name, value in options.items())]
     _start(lab, None, argv, log)
-    _wait(lambda: (folder / "socket").is_socket(), lambda: f"munged does not start\n{log_tail(log)}")
+    _wait(
+        lambda: (folder / "socket").is_socket(), lambda: f"munged does not start\n{log_tail(log)}"
+    )
 
 
 def start_slurmctld(lab: "Lab") -> None:
@@ -64,7 +70,9 @@ def start_slurmd(lab: "Lab", *nodes: "LabNode") -> None:
     """Start the nodes' slurmd, all at once."""
     for node in nodes:
         (lab.folder / "spool" / node.name).mkdir(exist_ok=True)
-    launched = [_launch(lab, node, ["slurmd", "-N", node.name, "-f", str(lab.slurm_conf)]) for node in nodes]
+    launched = [
+        _launch(lab, node, ["slurmd", "-N", node.name, "-f", str(lab.slurm_conf)]) for node in nodes
+    ]
     faults = []
     for node, process in zip(nodes, launched, strict=True):
         _, error = process.communicate()
@@ -109,18 +117,30 @@ def _start(lab: "Lab", node: "LabNode | None", argv: list[str], log: Path) -> No
 
 
 def _launch(lab: "Lab", node: "LabNode | None", argv: list[str]) -> "subprocess.Popen[str]":
-    environ = {"PATH": PATH, "HOME": "/root", "LANG": os.environ.get("LANG", "C.UTF-8"), "TMPDIR": "/tmp"}
+    environ = {
+        "PATH": PATH,
+        "HOME": "/root",
+        "LANG": os.environ.get("LANG", "C.UTF-8"),
+        "TMPDIR": "/tmp",
+    }
     return subprocess.Popen(
-        lab.inside(node, argv), env=environ, cwd="/", text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        lab.inside(node, argv),
+        env=environ,
+        cwd="/",
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
 
 
 def _failure(program: str, host: str, error: str, log: Path) -> str:
     return f"{program} on {host} does not start: {error.strip()}\n{log_tail(log)}".rstrip()
 
 
-def _wait(done: Callable[[], bool], message: Callable[[], str], hopeless: Callable[[], bool] | None = None) -> None:
+def _wait(
+    done: Callable[[], bool], message: Callable[[], str], hopeless: Callable[[], bool] | None = None
+) -> None:
     give_up = time.monotonic() + START_SECONDS
     while not done():
         if time.monotonic() > give_up or (hopeless and hopeless()):

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from .network import NETNS_FOLDER
+from ddp_slurm.lab.network import NETNS_FOLDER
 
 # $0: folder with hosts and nsswitch.conf, $1: host name (may be empty), $2: root (may be empty), then the command.
 _INSIDE = r"""
@@ -59,5 +59,13 @@ def enter(
     """
     network = ["nsenter", f"--net={NETNS_FOLDER / netns}", "--"] if netns else []
     private = ["unshare", "--mount", "--propagation", "slave", *(["--uts"] if host else []), "--"]
-    shell = ["sh", "-euc", _INSIDE, str(etc), host, str(root or ""), *(os.fspath(arg) for arg in argv)]
+    shell = [
+        "sh",
+        "-euc",
+        _INSIDE,
+        str(etc),
+        host,
+        str(root or ""),
+        *(os.fspath(arg) for arg in argv),
+    ]
     return [*network, *private, *shell]

@@ -1,6 +1,6 @@
 """What can go wrong in the lab."""
 
-from ..errors import DdpSlurmError
+from ddp_slurm.errors import DdpSlurmError
 
 
 class LabError(DdpSlurmError):

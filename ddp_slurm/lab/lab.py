@@ -13,13 +13,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..cluster import Cluster
-from ..errors import did_you_mean
-from . import daemons, network
-from .config import write_configuration
-from .enter import enter
-from .errors import LabError
-from .machine import check_machine, with_system_programs
+from ddp_slurm.cluster import Cluster
+from ddp_slurm.errors import did_you_mean
+from ddp_slurm.lab import daemons, network
+from ddp_slurm.lab.config import write_configuration
+from ddp_slurm.lab.enter import enter
+from ddp_slurm.lab.errors import LabError
+from ddp_slurm.lab.machine import check_machine, with_system_programs
 
 LABS_FOLDER = Path("/run/ddp_slurm_lab")
 SOCKET_PATH_BYTES = 107
@@ -75,10 +75,16 @@ class Lab:
     @classmethod
     def _reserve(cls, cluster: Cluster, name: str, slurm_root: Path | None) -> "Lab":
         names = {node.name for node in cluster.nodes}
-        controller = next(c for c in ("controller", *(f"controller{n}" for n in range(len(names)))) if c not in names)
+        controller = next(
+            c
+            for c in ("controller", *(f"controller{n}" for n in range(len(names))))
+            if c not in names
+        )
         with _registry():
             if (LABS_FOLDER / name).exists() or network.namespaces(_prefix(name)):
-                raise LabError(f"lab {name!r} is there already; end it first: ddp-slurm lab down --name {name}")
+                raise LabError(
+                    f"lab {name!r} is there already; end it first: ddp-slurm lab down --name {name}"
+                )
             number = network.free_network(lab.network for lab in all_labs())
             nodes = tuple(
                 LabNode(node.name, i, f"{network.NETWORKS[number]}.{i}", _prefix(name) + node.name)
@@ -101,7 +107,11 @@ class Lab:
         lab = cls._read(name)
         if lab is None:
             others = [lab.name for lab in all_labs()]
-            hint = did_you_mean(name, others) if others else "; start one: ddp-slurm lab up --cluster cluster.yaml"
+            hint = (
+                did_you_mean(name, others)
+                if others
+                else "; start one: ddp-slurm lab up --cluster cluster.yaml"
+            )
             raise LabError(f"no lab {name!r} is running{hint}")
         return lab
 
@@ -121,7 +131,9 @@ class Lab:
         for name, text in (("hosts", self._hosts()), ("nsswitch.conf", _NSSWITCH)):
             (self.folder / "etc" / name).write_text(text)
             if self.slurm_root:
-                (self.slurm_root / "etc" / name).touch()  # to be mounted upon; debootstrap makes no hosts
+                (
+                    self.slurm_root / "etc" / name
+                ).touch()  # to be mounted upon; debootstrap makes no hosts
         network.make_switch(self.switch, self.network)
         for node in self.nodes:
             network.make_node(node.netns, self.switch, node.index, node.address)
@@ -144,7 +156,10 @@ class Lab:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.down()
 
@@ -176,7 +191,9 @@ class Lab:
         for node in self.nodes:
             if node.name == name:
                 return node
-        raise LabError(f"lab {self.name!r} has no node {name!r}{did_you_mean(name, [n.name for n in self.nodes])}")
+        raise LabError(
+            f"lab {self.name!r} has no node {name!r}{did_you_mean(name, [n.name for n in self.nodes])}"
+        )
 
     def inside(self, node: LabNode | None, argv: Sequence[str | os.PathLike[str]]) -> list[str]:
         """The command line that runs ``argv`` in a node's network, host name and hosts file; None: slurmctld's host."""
@@ -189,7 +206,9 @@ class Lab:
             return [os.fspath(arg) for arg in argv]
         return enter(argv, etc=self.folder / "etc", root=self.slurm_root)
 
-    def run(self, argv: Sequence[str | os.PathLike[str]], **kwargs: Any) -> "subprocess.CompletedProcess[Any]":
+    def run(
+        self, argv: Sequence[str | os.PathLike[str]], **kwargs: Any
+    ) -> "subprocess.CompletedProcess[Any]":
         """``subprocess.run`` of a client on this machine, talking to this lab."""
         return subprocess.run(self.command(argv), **self._with_environ(kwargs))
 
@@ -222,14 +241,20 @@ class Lab:
 
     def status(self) -> dict[str, str]:
         """Slurm's state of each node, in the order of the cluster: ``{"gamma": "IDLE", "beta": "IDLE+DRAIN"}``."""
-        done = self.run(["scontrol", "-o", "show", "node"], capture_output=True, text=True, errors="replace")
+        done = self.run(
+            ["scontrol", "-o", "show", "node"], capture_output=True, text=True, errors="replace"
+        )
         if done.returncode:
-            raise LabError(f"lab {self.name!r}: slurmctld does not answer: {(done.stderr or done.stdout).strip()}")
+            raise LabError(
+                f"lab {self.name!r}: slurmctld does not answer: {(done.stderr or done.stdout).strip()}"
+            )
         states = dict(re.findall(r"^NodeName=(\S+) .*? State=(\S+)", done.stdout, re.MULTILINE))
         return {node.name: states.get(node.name, "UNKNOWN") for node in self.nodes}
 
 
-_NSSWITCH = "passwd: files\ngroup: files\nshadow: files\nhosts: files\nservices: files\nprotocols: files\n"
+_NSSWITCH = (
+    "passwd: files\ngroup: files\nshadow: files\nhosts: files\nservices: files\nprotocols: files\n"
+)
 
 
 def _prefix(name: str) -> str:
@@ -239,18 +264,24 @@ def _prefix(name: str) -> str:
 
 def check_name(name: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,30}", name):
-        raise LabError(f"{name!r} is not a lab's name; up to 31 letters, digits, - and _ are accepted")
+        raise LabError(
+            f"{name!r} is not a lab's name; up to 31 letters, digits, - and _ are accepted"
+        )
 
 
 def check_nodes(cluster: Cluster, lab: str) -> None:
     """Raises LabError for nodes that a lab of that name cannot have."""
     if len(cluster.nodes) > network.MAX_NODES:
-        raise LabError(f"{len(cluster.nodes)} nodes are too many for one machine; at most {network.MAX_NODES}")
+        raise LabError(
+            f"{len(cluster.nodes)} nodes are too many for one machine; at most {network.MAX_NODES}"
+        )
     # slurmstepd's socket for a batch script, with the node's name twice in it
     longest = (SOCKET_PATH_BYTES - len(f"{LABS_FOLDER}/{lab}/spool//_99999.4294967291")) // 2
     for node in cluster.nodes:
         if node.name == "localhost":
-            raise LabError("a node of a lab cannot be called 'localhost': to each of its hosts that is itself")
+            raise LabError(
+                "a node of a lab cannot be called 'localhost': to each of its hosts that is itself"
+            )
         if len(node.name) > longest:
             raise LabError(
                 f"node {node.name!r} has {len(node.name)} characters; in a lab called {lab!r} at most {longest} fit "

@@ -5,11 +5,15 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from .errors import LabError
+from ddp_slurm.lab.errors import LabError
 
 PROGRAMS = {
-    "slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm", "munged": "munge", "ip": "iproute2",
-}  # fmt: skip
+    "slurmctld": "slurm-wlm",
+    "slurmd": "slurm-wlm",
+    "sbatch": "slurm-wlm",
+    "munged": "munge",
+    "ip": "iproute2",
+}
 """Program -> package of Debian and Ubuntu."""
 
 
@@ -21,7 +25,9 @@ def with_system_programs(environ: Mapping[str, str]) -> dict[str, str]:
 def check_machine(slurm_root: str | Path | None = None) -> None:
     """Raises LabError where a lab cannot run: not root, or programs missing."""
     if os.geteuid() != 0:
-        raise LabError("a lab makes network namespaces and device files, which needs root: sudo ddp-slurm lab ...")
+        raise LabError(
+            "a lab makes network namespaces and device files, which needs root: sudo ddp-slurm lab ..."
+        )
     path = with_system_programs(os.environ)["PATH"]
     needed = ["ip"] if slurm_root else list(PROGRAMS)
     missing = [program for program in needed if shutil.which(program, path=path) is None]

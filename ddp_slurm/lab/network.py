@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from .errors import LabError
-from .machine import with_system_programs
+from ddp_slurm.lab.errors import LabError
+from ddp_slurm.lab.machine import with_system_programs
 
 NETNS_FOLDER = Path("/run/netns")
 NETWORKS = [f"198.{18 + n // 256}.{n % 256}" for n in range(512)]
@@ -33,7 +33,9 @@ def ip(*args: str) -> str:
 
 
 def _try_ip(*args: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(["ip", *args], env=with_system_programs(os.environ), capture_output=True, text=True)
+    return subprocess.run(
+        ["ip", *args], env=with_system_programs(os.environ), capture_output=True, text=True
+    )
 
 
 def link_name(network: int) -> str:
@@ -68,7 +70,20 @@ def make_switch(netns: str, network: int) -> None:
 def make_node(netns: str, switch: str, index: int, address: str) -> None:
     """A namespace with one interface, eth0, plugged into the switch."""
     ip("netns", "add", netns)
-    ip("link", "add", f"node{index}", "netns", switch, "type", "veth", "peer", "name", "eth0", "netns", netns)
+    ip(
+        "link",
+        "add",
+        f"node{index}",
+        "netns",
+        switch,
+        "type",
+        "veth",
+        "peer",
+        "name",
+        "eth0",
+        "netns",
+        netns,
+    )
     ip("-n", netns, "link", "set", "lo", "up")
     ip("-n", netns, "address", "add", f"{address}/24", "dev", "eth0")
     ip("-n", netns, "link", "set", "eth0", "up")
@@ -116,7 +131,9 @@ def listens(netns: str, port: int) -> bool:
             except OSError:  # no IPv6, or the process is gone meanwhile
                 continue
         fields = [line.split() for line in lines]
-        if any(field[1].endswith(f":{port:04X}") and field[3] == "0A" for field in fields):  # 0A: TCP_LISTEN
+        if any(
+            field[1].endswith(f":{port:04X}") and field[3] == "0A" for field in fields
+        ):  # 0A: TCP_LISTEN
             return True
     return False
 

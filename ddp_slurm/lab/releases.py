@@ -11,7 +11,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import LabError
+from ddp_slurm.lab.errors import LabError
 
 PACKAGES = "slurmctld,slurmd,slurm-client,munge"
 
@@ -47,7 +47,9 @@ def slurm_root(slurm: str) -> Path | None:
     Raises ReleaseNotAvailable where it cannot be made. Making one takes about a minute.
     """
     if slurm not in RELEASES:
-        raise ReleaseNotAvailable(f"no Debian is known to have Slurm {slurm!r}; known are {', '.join(RELEASES)}")
+        raise ReleaseNotAvailable(
+            f"no Debian is known to have Slurm {slurm!r}; known are {', '.join(RELEASES)}"
+        )
     if _version_in(None) == slurm:
         return None
     folder = Path(os.environ.get("DDP_SLURM_RELEASES") or Path.home() / ".cache/ddp_slurm/releases")
@@ -69,13 +71,24 @@ def _debootstrap(release: Release, root: Path) -> None:
     unfinished, log = root.with_name(f"{root.name}.unfinished"), root.with_name(f"{root.name}.log")
     shutil.rmtree(unfinished, ignore_errors=True)
     # What it mounts there ends with it, also when it is killed.
-    command = ["unshare", "--mount", "--", "debootstrap", "--variant=minbase", f"--include={PACKAGES}"]
+    command = [
+        "unshare",
+        "--mount",
+        "--",
+        "debootstrap",
+        "--variant=minbase",
+        f"--include={PACKAGES}",
+    ]
     command += [release.suite, str(unfinished), "", release.script]
     with open(log, "w") as output:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        )
     if done.returncode:
         last = log.read_text().splitlines()[-1:]
-        raise ReleaseNotAvailable(f"debootstrap of {release.system}: {''.join(last) or done.returncode}; see {log}")
+        raise ReleaseNotAvailable(
+            f"debootstrap of {release.system}: {''.join(last) or done.returncode}; see {log}"
+        )
     for archive in (unfinished / "var/cache/apt/archives").glob("*.deb"):
         archive.unlink()
     (unfinished / "etc/hosts").touch()  # the lab's own hosts file is mounted on it
@@ -88,7 +101,9 @@ def _version_in(root: Path | None) -> str | None:
     command = ["chroot", str(root), "slurmd", "-V"] if root else ["slurmd", "-V"]
     path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": path})
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, "PATH": path}
+        )
     except FileNotFoundError:
         return None
     match = re.search(r"([0-9]+\.[0-9]+)\.[0-9]+", done.stdout)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ..errors import DdpSlurmError
-from .sampler import seed_of
+from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.training.uneven.sampler import seed_of
 
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 """Per channel, of images scaled to 0..1; computed from the 50,000 training images."""
@@ -70,14 +70,27 @@ class ResidentImages:
     """
 
     def __init__(
-        self, images: Tensor, labels: Tensor, device: torch.device, *, augment: bool = False, seed: int = 0
+        self,
+        images: Tensor,
+        labels: Tensor,
+        device: torch.device,
+        *,
+        augment: bool = False,
+        seed: int = 0,
     ) -> None:
         if len(images) != len(labels):
             raise DataError(f"{len(images)} images for {len(labels)} labels")
-        self.images, self.labels, self.device = images.to(device), labels.to(device, torch.int64), device
+        self.images, self.labels, self.device = (
+            images.to(device),
+            labels.to(device, torch.int64),
+            device,
+        )
         self.augment, self.seed = augment, seed
         scale = 255 * torch.tensor(CIFAR10_STD, device=device)
-        self._factor, self._offset = 1 / scale, -255 * torch.tensor(CIFAR10_MEAN, device=device) / scale
+        self._factor, self._offset = (
+            1 / scale,
+            -255 * torch.tensor(CIFAR10_MEAN, device=device) / scale,
+        )
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -125,7 +138,9 @@ class DatasetSource:
     def batches(self, order: Tensor, spans: Sequence[Span], epoch: int) -> Iterator[Batch]:
         filled = [order[start:stop].tolist() for start, stop in spans if stop > start]
         # A generator of its own: with the global one each start of the loader, also after a resume, would move that on.
-        generator = torch.Generator().manual_seed(seed_of(torch.initial_seed(), epoch, *spans[:1], "loader"))
+        generator = torch.Generator().manual_seed(
+            seed_of(torch.initial_seed(), epoch, *spans[:1], "loader")
+        )
         loader = iter(
             DataLoader(
                 self.dataset,
@@ -137,14 +152,19 @@ class DatasetSource:
         )
         for start, stop in spans:
             inputs, targets = next(loader) if stop > start else self._empty()
-            yield inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+            yield (
+                inputs.to(self.device, non_blocking=True),
+                targets.to(self.device, non_blocking=True),
+            )
 
     def _empty(self) -> Batch:
         inputs, targets = torch.utils.data.default_collate([self.dataset[0]])
         return inputs[:0], targets[:0]
 
 
-def load_cifar10(path: str | Path, limit: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def load_cifar10(
+    path: str | Path, limit: int | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Train images, train labels, test images, test labels: uint8 (n, 32, 32, 3) and int64 (n,).
 
     Args:
@@ -179,7 +199,9 @@ def _read_archive(path: Path) -> list[np.ndarray[Any, Any]]:
         with np.load(path, allow_pickle=False) as archive:
             missing = [key for key in ARCHIVE_KEYS if key not in archive]
             if missing:
-                raise DataError(f"{path} lacks the array(s) {', '.join(missing)}; it holds {', '.join(archive)}")
+                raise DataError(
+                    f"{path} lacks the array(s) {', '.join(missing)}; it holds {', '.join(archive)}"
+                )
             arrays = [archive[key] for key in ARCHIVE_KEYS]
     except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{path} is not a readable .npz archive: {error}") from error
@@ -193,7 +215,9 @@ def _read_archive(path: Path) -> list[np.ndarray[Any, Any]]:
                 f"{path}: {name}_labels is {labels.dtype} {list(labels.shape)}, expected {len(images)} whole numbers"
             )
         if labels.min() < 0 or labels.max() > 9:
-            raise DataError(f"{path}: {name}_labels reach from {labels.min()} to {labels.max()}, expected 0 to 9")
+            raise DataError(
+                f"{path}: {name}_labels reach from {labels.min()} to {labels.max()}, expected 0 to 9"
+            )
     return arrays
 
 
@@ -205,12 +229,16 @@ def _read_torchvision_folder(path: Path) -> list[np.ndarray[Any, Any]]:
         try:
             split = CIFAR10(str(path), train=train, download=False)
         except RuntimeError as error:
-            raise DataError(f"no whole CIFAR-10 in the folder {path.absolute()}: {error}") from error
+            raise DataError(
+                f"no whole CIFAR-10 in the folder {path.absolute()}: {error}"
+            ) from error
         arrays += [split.data, np.asarray(split.targets)]
     return arrays
 
 
-def synthetic_classes(samples: int, *, features: int = 32, classes: int = 10, seed: int = 0) -> tuple[Tensor, Tensor]:
+def synthetic_classes(
+    samples: int, *, features: int = 32, classes: int = 10, seed: int = 0
+) -> tuple[Tensor, Tensor]:
     """Inputs (samples, features) and class numbers (samples,) that a small network can learn; the same on every rank.
 
     The class is the largest of ``classes`` fixed random projections of the input.

@@ -10,14 +10,23 @@ import torch
 def random_state(device: torch.device) -> dict[str, Any]:
     """States of torch (CPU and this rank's GPU), of Python's ``random``, and of NumPy where it is in use."""
     version, numbers, gauss = random.getstate()
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, list(numbers), gauss]}
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": [version, list(numbers), gauss],
+    }
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     if "numpy" in sys.modules:
         import numpy as np
 
         name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-        state["numpy"] = [str(name), [int(key) for key in keys], int(position), int(has_gauss), float(cached)]
+        state["numpy"] = [
+            str(name),
+            [int(key) for key in keys],
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ]
     return state
 
 

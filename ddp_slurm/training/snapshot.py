@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import DdpSlurmError
+from ddp_slurm.errors import DdpSlurmError
 
 FORMAT = "ddp_slurm snapshot"
 VERSION = 1
@@ -36,7 +36,9 @@ class Snapshot:
             Without a process group this is one process's snapshot.
     """
 
-    def __init__(self, path: str | os.PathLike[str], group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], group: dist.ProcessGroup | None = None
+    ) -> None:
         self.path = Path(os.path.expanduser(path)).absolute()
         self.previous = self.path.with_name(self.path.name + ".previous")
         self._temporary = self.path.with_name(f".{self.path.name}.writing")
@@ -62,14 +64,21 @@ class Snapshot:
                 torch.save({"format": FORMAT, "version": VERSION, "state": plain}, file)
                 file.flush()
                 os.fsync(file.fileno())
-            if self.path.exists() and not self._is_damaged:  # the previous one is then the only good one
+            if (
+                self.path.exists() and not self._is_damaged
+            ):  # the previous one is then the only good one
                 os.replace(self.path, self.previous)
             os.replace(self._temporary, self.path)
             self._is_damaged = False
             _sync_folder(self.path.parent)
-        except (OSError, RuntimeError) as error:  # torch's zip writer reports a full disk as RuntimeError
+        except (
+            OSError,
+            RuntimeError,
+        ) as error:  # torch's zip writer reports a full disk as RuntimeError
             self._remove_temporary()
-            raise SnapshotError(f"cannot write the snapshot {self.path}: {error}; the one before it stays") from error
+            raise SnapshotError(
+                f"cannot write the snapshot {self.path}: {error}; the one before it stays"
+            ) from error
 
     def load(self) -> dict[str, Any] | None:
         """The newest state that is whole, on the CPU, the same on every rank; None where there is no snapshot.
@@ -83,7 +92,9 @@ class Snapshot:
         if not dist.is_initialized() or dist.get_world_size(self._group) == 1:
             data = self._read()
         else:
-            if self._group is None and dist.get_backend() == "nccl":  # it cannot send what is not on a GPU
+            if (
+                self._group is None and dist.get_backend() == "nccl"
+            ):  # it cannot send what is not on a GPU
                 self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
             data = self._read_and_broadcast()
         if data is None:
@@ -106,7 +117,9 @@ class Snapshot:
         kind, size = int(header[0]), int(header[1])
         if kind == 2:
             return None
-        received = _broadcast_bytes(data if kind == 0 else (fault or "").encode(), size, self._group)
+        received = _broadcast_bytes(
+            data if kind == 0 else (fault or "").encode(), size, self._group
+        )
         if kind == 1:
             raise SnapshotError(received.decode())
         return received
@@ -128,7 +141,8 @@ class Snapshot:
                 return data
         if faults:
             raise SnapshotError(
-                "; ".join(faults) + ". No snapshot to resume from: move the file away, or name another path"
+                "; ".join(faults)
+                + ". No snapshot to resume from: move the file away, or name another path"
             )
         return None
 
@@ -162,7 +176,9 @@ def _check_whole(path: Path, data: bytes) -> None:
     try:
         content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a foreign pickle; each means: not ours
-        raise SnapshotError(f"{path} is no snapshot of ddp_slurm ({type(error).__name__})") from error
+        raise SnapshotError(
+            f"{path} is no snapshot of ddp_slurm ({type(error).__name__})"
+        ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise SnapshotError(f"{path} is no snapshot of ddp_slurm (a torch file of another program)")
     if content.get("version") != VERSION:
@@ -175,7 +191,10 @@ def _check_whole(path: Path, data: bytes) -> None:
 def _plain(value: Any, where: str) -> Any:
     """The value in the types that ``weights_only=True`` reads back: not NumPy's numbers, enums or named tuples."""
     if isinstance(value, dict):
-        return {_plain(key, f"key of {where}"): _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+        return {
+            _plain(key, f"key of {where}"): _plain(item, f"{where}[{key!r}]")
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         items = [_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)

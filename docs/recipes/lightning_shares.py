@@ -52,4 +52,7 @@ trainer = L.Trainer(
 )
 trainer.fit(model, DataLoader(data, batch_sampler=sampler))
 weight, bias = (p.item() for p in model.line.parameters())
-print(f"RESULT rank={trainer.global_rank} world={trainer.world_size} weight={weight:.6f} bias={bias:.6f}", flush=True)
+print(
+    f"RESULT rank={trainer.global_rank} world={trainer.world_size} weight={weight:.6f} bias={bias:.6f}",
+    flush=True,
+)

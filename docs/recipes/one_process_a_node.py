@@ -35,4 +35,7 @@ with init_distributed() as world:
                 dist.all_reduce(parameter.grad)
             optimizer.step()
     weight, bias = (p.item() for p in network.parameters())
-    print(f"RESULT rank={world.rank} world={world.world_size} weight={weight:.6f} bias={bias:.6f}", flush=True)
+    print(
+        f"RESULT rank={world.rank} world={world.world_size} weight={weight:.6f} bias={bias:.6f}",
+        flush=True,
+    )

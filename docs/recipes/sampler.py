@@ -29,12 +29,15 @@ with init_distributed() as world:
             optimizer.zero_grad()
             if len(x):
                 # DDP takes the mean over ranks; the weight makes it the mean over samples.
-                loss = mse_loss(model(x.to(world.device)), y.to(world.device)) * sampler.loss_weight(step)
+                loss = mse_loss(
+                    model(x.to(world.device)), y.to(world.device)
+                ) * sampler.loss_weight(step)
             else:  # a card so slow that its share is 0
                 loss = no_sample_loss(model)
             loss.backward()
             optimizer.step()
     weight, bias = (p.item() for p in model.parameters())
     print(
-        f"RESULT rank={world.rank} world={world.world_size} weight={weight:.6f} bias={bias:.6f} seen={seen}", flush=True
+        f"RESULT rank={world.rank} world={world.world_size} weight={weight:.6f} bias={bias:.6f} seen={seen}",
+        flush=True,
     )

@@ -64,7 +64,9 @@ class Hosts:
             f"  - {{name: {name}, address: {self.addresses[name]}, gpus: {count}, interface: eth0}}\n"
             for name, count in gpus.items()
         )
-        file.write_text(f"name: boxes\nssh: {{identity: {self.folder}/user_key}}\nnodes:\n{nodes}{extra}")
+        file.write_text(
+            f"name: boxes\nssh: {{identity: {self.folder}/user_key}}\nnodes:\n{nodes}{extra}"
+        )
         return file
 
     def inside(self, name: str, argv: Sequence[str]) -> list[str]:
@@ -75,7 +77,13 @@ class Hosts:
         lines = []
         for pid in network.processes(self.netns(name)):
             try:
-                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                line = (
+                    Path(f"/proc/{pid}/cmdline")
+                    .read_bytes()
+                    .replace(b"\0", b" ")
+                    .decode(errors="replace")
+                    .strip()
+                )
             except OSError:
                 continue
             if line and not line.startswith(("sshd", "/usr/sbin/sshd")):
@@ -118,11 +126,18 @@ def make_hosts(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
 def _start(folder: Path, switch: str, prefix: str, names: Sequence[str]) -> Hosts:
     addresses = {name: f"{prefix}.{index}" for index, name in enumerate(names, start=1)}
     (folder / "etc" / "root").mkdir(parents=True)
-    (folder / "etc" / "nsswitch.conf").write_text("passwd: files\ngroup: files\nshadow: files\nhosts: files\n")
-    hosts_lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
+    (folder / "etc" / "nsswitch.conf").write_text(
+        "passwd: files\ngroup: files\nshadow: files\nhosts: files\n"
+    )
+    hosts_lines = [
+        "127.0.0.1 localhost",
+        *(f"{address} {name}" for name, address in addresses.items()),
+    ]
     (folder / "etc" / "hosts").write_text("\n".join(hosts_lines) + "\n")
     for key in ("host_key", "user_key"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True
+        )
     public = (folder / "host_key.pub").read_text().split()
     (folder / "known_hosts").write_text(
         "".join(f"{address} {public[0]} {public[1]}\n" for address in addresses.values())
@@ -132,14 +147,19 @@ def _start(folder: Path, switch: str, prefix: str, names: Sequence[str]) -> Host
     client = folder / "bin" / "ssh"
     client.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {folder}/ssh_config "$@"\n')
     client.chmod(0o755)
-    hosts = Hosts(folder, switch, addresses, {**os.environ, "PATH": f"{client.parent}:{os.environ['PATH']}"})
+    hosts = Hosts(
+        folder, switch, addresses, {**os.environ, "PATH": f"{client.parent}:{os.environ['PATH']}"}
+    )
     for name, address in addresses.items():
         network.make_node(hosts.netns(name), switch, int(address.rpartition(".")[2]), address)
         config = folder / f"sshd_config.{name}"
         config.write_text(SSHD_CONFIG.format(folder=folder, address=address))
         log = (folder / f"sshd.{name}.log").open("w")
         subprocess.Popen(  # ended with its namespace
-            hosts.inside(name, ["sh", "-euc", SSHD + str(config)]), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            hosts.inside(name, ["sh", "-euc", SSHD + str(config)]),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
         )
     for name, address in addresses.items():
         _wait_for_sshd(address, folder / f"sshd.{name}.log")

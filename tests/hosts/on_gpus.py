@@ -22,12 +22,22 @@ NAMES = ("alpha", "beta", "gamma", "delta")
 def main(arguments: list[str]) -> int:
     split = arguments.index("--")
     gpus, command = [int(text) for text in arguments[:split]], arguments[split + 1 :]
-    number, switch = network.free_network(lab.network for lab in all_labs()), f"ddpgpus{os.getpid()}"
+    number, switch = (
+        network.free_network(lab.network for lab in all_labs()),
+        f"ddpgpus{os.getpid()}",
+    )
     with tempfile.TemporaryDirectory() as folder:
         network.make_switch(switch, number)
         try:
             environ = prepare(Path(folder), switch, network.NETWORKS[number], gpus)
-            submit = ["-m", "ddp_slurm.submit", "--backend", "torchrun", "--cluster", f"{folder}/cluster.yaml"]
+            submit = [
+                "-m",
+                "ddp_slurm.submit",
+                "--backend",
+                "torchrun",
+                "--cluster",
+                f"{folder}/cluster.yaml",
+            ]
             words = [
                 "--env",
                 "NCCL_DEBUG=INFO",
@@ -47,7 +57,9 @@ def main(arguments: list[str]) -> int:
 
 def prepare(folder: Path, switch: str, prefix: str, gpus: list[int]) -> dict[str, str]:
     """Make the hosts, cluster.yaml and the stand-in; returns the environment that finds it."""
-    addresses = {name: f"{prefix}.{index}" for index, name in enumerate(NAMES[: len(gpus)], start=1)}
+    addresses = {
+        name: f"{prefix}.{index}" for index, name in enumerate(NAMES[: len(gpus)], start=1)
+    }
     (folder / "etc" / "root").mkdir(parents=True)
     (folder / "etc" / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")
     lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
@@ -58,13 +70,17 @@ def prepare(folder: Path, switch: str, prefix: str, gpus: list[int]) -> dict[str
         nodes.append(f"  - {{name: {name}, address: {address}, interface: eth0, gpus: {count}}}\n")
         inside = enter(["sh", "-c"], etc=folder / "etc", netns=f"{switch}.{name}", host=name)
         cases.append(f'{address}) exec {shlex.join(inside)} "$3" ;;\n')
-        devices.append(f"{name}) export CUDA_VISIBLE_DEVICES={','.join(map(str, range(first, first + count)))} ;;\n")
+        devices.append(
+            f"{name}) export CUDA_VISIBLE_DEVICES={','.join(map(str, range(first, first + count)))} ;;\n"
+        )
         first += count
     (folder / "cluster.yaml").write_text("name: cards\nnodes:\n" + "".join(nodes))
     (folder / "gpus").write_text(f"case $(hostname) in\n{''.join(devices)}esac\n")
     (folder / "bin").mkdir()
     ssh = folder / "bin" / "ssh"
-    ssh.write_text(f'#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\ncase $2 in\n{"".join(cases)}esac\n')
+    ssh.write_text(
+        f'#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\ncase $2 in\n{"".join(cases)}esac\n'
+    )
     ssh.chmod(0o755)
     return {**os.environ, "PATH": f"{ssh.parent}:{os.environ['PATH']}"}
 

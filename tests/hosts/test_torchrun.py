@@ -27,7 +27,9 @@ def submit(hosts: Hosts, cluster: Path, *words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("gpus", [{"gamma": 1, "beta": 2}, {"alpha": 4, "beta": 2, "gamma": 1}])
-def test_uneven_machines_train_to_the_end(make_hosts: MakeHosts, tmp_path: Path, gpus: dict[str, int]) -> None:
+def test_uneven_machines_train_to_the_end(
+    make_hosts: MakeHosts, tmp_path: Path, gpus: dict[str, int]
+) -> None:
     hosts = make_hosts(*sorted(gpus))
     command = submit(
         hosts,
@@ -49,17 +51,23 @@ def test_uneven_machines_train_to_the_end(make_hosts: MakeHosts, tmp_path: Path,
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("words", [["accelerate_script.py"], ["lightning_script.py", "auto", "3"]], ids=lambda w: w[0])
+@pytest.mark.parametrize(
+    "words", [["accelerate_script.py"], ["lightning_script.py", "auto", "3"]], ids=lambda w: w[0]
+)
 def test_scripts_that_know_nothing_of_us_make_one_world(
     make_hosts: MakeHosts, tmp_path: Path, words: list[str]
 ) -> None:
     gpus = {"gamma": 1, "beta": 2, "alpha": 4}
     hosts = make_hosts(*gpus)
     script = [str(SCRIPTS / words[0]), *words[1:]]
-    command = submit(hosts, hosts.cluster_yaml(gpus), "--", "python", "-m", "ddp_slurm.run", *script)
+    command = submit(
+        hosts, hosts.cluster_yaml(gpus), "--", "python", "-m", "ddp_slurm.run", *script
+    )
     done = subprocess.run(command, env=hosts.environ, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = re.findall(r"RESULT rank=(\d+) world=7 samples=8 weight=([-.\d]+) bias=([-.\d]+)", done.stdout)
+    found = re.findall(
+        r"RESULT rank=(\d+) world=7 samples=8 weight=([-.\d]+) bias=([-.\d]+)", done.stdout
+    )
     assert sorted(int(rank) for rank, _, _ in found) == list(range(7)), done.stdout
     assert len({(weight, bias) for _, weight, bias in found}) == 1
     assert float(found[0][1]) == pytest.approx(3, abs=0.05)
@@ -79,11 +87,16 @@ def two_hosts(make_hosts: MakeHosts, tmp_path: Path) -> Callable[[str], tuple[Ho
 
     def make(script: str) -> tuple[Hosts, list[str]]:
         hosts = make_hosts("alpha", "beta")
-        for name, text in (("python", STAND_IN.format(folder=tmp_path)), ("do", f"#!/bin/bash\n{script}\n")):
+        for name, text in (
+            ("python", STAND_IN.format(folder=tmp_path)),
+            ("do", f"#!/bin/bash\n{script}\n"),
+        ):
             (tmp_path / name).write_text(text)
             (tmp_path / name).chmod(0o755)
         cluster = hosts.cluster_yaml({"alpha": 1, "beta": 2})
-        return hosts, submit(hosts, cluster, "--python", str(tmp_path / "python"), "--", "python", "x.py")
+        return hosts, submit(
+            hosts, cluster, "--python", str(tmp_path / "python"), "--", "python", "x.py"
+        )
 
     return make
 
@@ -105,18 +118,32 @@ def wait_until_nothing_runs(hosts: Hosts) -> None:
         time.sleep(0.05)
 
 
-def test_one_torchrun_a_node_and_one_failure_ends_all(two_hosts: Callable[[str], tuple[Hosts, list[str]]]) -> None:
-    hosts, command = two_hosts('[ "$1" = beta ] && { echo broken >&2; exit 7; }; (trap "" TERM; sleep 1000)')
+def test_one_torchrun_a_node_and_one_failure_ends_all(
+    two_hosts: Callable[[str], tuple[Hosts, list[str]]],
+) -> None:
+    hosts, command = two_hosts(
+        '[ "$1" = beta ] && { echo broken >&2; exit 7; }; (trap "" TERM; sleep 1000)'
+    )
     done = subprocess.run(command, env=hosts.environ, capture_output=True, text=True)
     assert done.returncode == 7, done.stderr
-    assert "[alpha] alpha -m torch.distributed.run --nnodes=2 --nproc-per-node=1 --node-rank=0 " in done.stdout
-    assert "[beta]  beta -m torch.distributed.run --nnodes=2 --nproc-per-node=2 --node-rank=1 " in done.stdout
+    assert (
+        "[alpha] alpha -m torch.distributed.run --nnodes=2 --nproc-per-node=1 --node-rank=0 "
+        in done.stdout
+    )
+    assert (
+        "[beta]  beta -m torch.distributed.run --nnodes=2 --nproc-per-node=2 --node-rank=1 "
+        in done.stdout
+    )
     assert f"--master-addr={hosts.addresses['alpha']} --master-port=" in done.stdout
-    assert "[beta]  broken\n[beta]  torchrun on beta exited with 7\nstopping 1 node\n" in done.stderr
+    assert (
+        "[beta]  broken\n[beta]  torchrun on beta exited with 7\nstopping 1 node\n" in done.stderr
+    )
     wait_until_nothing_runs(hosts)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
 def test_nothing_stays_on_the_machines(
     two_hosts: Callable[[str], tuple[Hosts, list[str]]], number: signal.Signals, status: int
 ) -> None:
@@ -128,7 +155,9 @@ def test_nothing_stays_on_the_machines(
         wait_until_nothing_runs(hosts)
 
 
-def test_a_machine_that_is_not_there_ends_the_run(two_hosts: Callable[[str], tuple[Hosts, list[str]]]) -> None:
+def test_a_machine_that_is_not_there_ends_the_run(
+    two_hosts: Callable[[str], tuple[Hosts, list[str]]],
+) -> None:
     hosts, command = two_hosts("sleep 1000")
     hosts.kill("beta")
     (hosts.folder / "bin" / "ssh").write_text(
@@ -159,9 +188,23 @@ def test_a_lost_machine_is_left_out_of_the_restart(
 
 
 @pytest.mark.timeout(900)
-def test_a_machine_that_dies_in_the_middle_of_a_training_is_done_without(make_hosts: MakeHosts, tmp_path: Path) -> None:
+def test_a_machine_that_dies_in_the_middle_of_a_training_is_done_without(
+    make_hosts: MakeHosts, tmp_path: Path
+) -> None:
     hosts = make_hosts("gamma", "beta")
-    words = ["--max-restarts", "1", "--global-batch-size", "64", "--", "python", TRAIN, "40", "1", "--samples", "1024"]
+    words = [
+        "--max-restarts",
+        "1",
+        "--global-batch-size",
+        "64",
+        "--",
+        "python",
+        TRAIN,
+        "40",
+        "1",
+        "--samples",
+        "1024",
+    ]
     command = submit(hosts, hosts.cluster_yaml({"gamma": 1, "beta": 2}), *words)
     with running(command, env=hosts.environ, cwd=tmp_path) as process:
         assert process.stdout is not None
@@ -177,7 +220,9 @@ def test_a_machine_that_dies_in_the_middle_of_a_training_is_done_without(make_ho
     assert "finished: step 640," in output  # 40 epochs of 1024 / 64 steps, whoever made them
 
 
-def test_a_pulled_cable_ends_the_run_on_both_sides(two_hosts: Callable[[str], tuple[Hosts, list[str]]]) -> None:
+def test_a_pulled_cable_ends_the_run_on_both_sides(
+    two_hosts: Callable[[str], tuple[Hosts, list[str]]],
+) -> None:
     hosts, command = two_hosts("echo running; sleep 1000")
     with running(command, env=hosts.environ) as process:
         wait_until_both_run(process)

@@ -18,13 +18,24 @@ pytestmark = pytest.mark.timeout(600)
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy: setuptools leaves its build folder where it builds."""
     copy = tmp_path_factory.mktemp("source") / "ddp_slurm"
-    kept = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    kept = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     for name in kept.split("\0"):
         if name and (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy / name)
     out = copy.parent / "dist"
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(copy)]
+    build = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        str(out),
+        str(copy),
+    ]
     done = subprocess.run(build, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return next(out.glob("*.whl"))
@@ -35,7 +46,9 @@ def test_it_holds_the_files_that_people_read_and_nothing_at_the_top(wheel: Path)
     assert {name.split("/")[0].split("-")[0] for name in names} == {"ddp_slurm"}
     for folder, inside in (("slurm", "templates"), ("cluster_setup", "cluster_setup")):
         for path in (ROOT / folder).rglob("*"):
-            if (path.is_file() and path.suffix in (".j2", ".sh", ".yml")) or path.name == "Dockerfile":
+            if (
+                path.is_file() and path.suffix in (".j2", ".sh", ".yml")
+            ) or path.name == "Dockerfile":
                 assert f"ddp_slurm/{inside}/{path.relative_to(ROOT / folder)}" in names
 
 
@@ -59,5 +72,9 @@ def test_it_renders_from_an_empty_environment(wheel: Path, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     assert "#SBATCH --gres=gpu:a100:4" in done.stdout
     code = "import importlib.util; print(importlib.util.find_spec('torch'), __import__('ddp_slurm').__file__)"
-    where = subprocess.run([python, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)
-    assert where.stdout.startswith(f"None {tmp_path / 'venv'}"), "no torch, and the installed package"
+    where = subprocess.run(
+        [python, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
+    )
+    assert where.stdout.startswith(f"None {tmp_path / 'venv'}"), (
+        "no torch, and the installed package"
+    )

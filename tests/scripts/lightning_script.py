@@ -30,9 +30,16 @@ inputs = torch.arange(56.0).reshape(56, 1) / 56
 loader = DataLoader(TensorDataset(inputs, 3 * inputs + 1), batch_size=4, shuffle=True)
 model = Line()
 trainer = L.Trainer(
-    accelerator="auto", devices=devices, num_nodes=int(sys.argv[2]), strategy="ddp", max_epochs=40, logger=False,
-    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-)  # fmt: skip
+    accelerator="auto",
+    devices=devices,
+    num_nodes=int(sys.argv[2]),
+    strategy="ddp",
+    max_epochs=40,
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+)
 trainer.fit(model, loader)
 weight, bias = (p.item() for p in model.parameters())
 environment = type(trainer.strategy.cluster_environment).__name__

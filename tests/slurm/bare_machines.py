@@ -17,7 +17,9 @@ from pathlib import Path
 
 import pytest
 
-CACHE = Path(os.environ.get("DDP_SLURM_RELEASES", Path.home() / ".cache" / "ddp_slurm" / "releases"))
+CACHE = Path(
+    os.environ.get("DDP_SLURM_RELEASES", Path.home() / ".cache" / "ddp_slurm" / "releases")
+)
 SUITE = "bookworm"
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "chrony", "openssh-server", "iproute2")
 HIERARCHIES = ("cpuset", "memory", "devices", "freezer", "cpu", "cpuacct", "systemd")
@@ -81,7 +83,15 @@ def bare_root() -> tuple[Path, Path]:
     CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE, prefix=f".bare-{SUITE}.") as folder:
         draft = Path(folder) / "root"
-        made = _quiet(["debootstrap", "--variant=minbase", "--include=openssh-server,iproute2", SUITE, str(draft)])
+        made = _quiet(
+            [
+                "debootstrap",
+                "--variant=minbase",
+                "--include=openssh-server,iproute2",
+                SUITE,
+                str(draft),
+            ]
+        )
         if made.returncode != 0:
             pytest.skip(
                 f"bare Debian machines: debootstrap cannot fetch {SUITE}: {made.stdout.strip().splitlines()[-1:]}"
@@ -99,7 +109,9 @@ def _fetch_packages(root: Path, folder: Path) -> None:
     for command in (["apt-get", "-q", "update"], install):
         done = _quiet(["chroot", str(root), *command])
         if done.returncode != 0:
-            pytest.skip(f"bare Debian machines: apt cannot fetch packages: {done.stdout.strip().splitlines()[-1:]}")
+            pytest.skip(
+                f"bare Debian machines: apt cannot fetch packages: {done.stdout.strip().splitlines()[-1:]}"
+            )
     folder.mkdir()
     for package in (root / "var/cache/apt/archives").glob("*.deb"):
         shutil.move(package, folder / package.name)
@@ -111,14 +123,18 @@ def _fetch_packages(root: Path, folder: Path) -> None:
 
 def _index_entry(package: Path) -> str:
     """A package's paragraph of the file Packages, by which apt finds it (wiki.debian.org/DebianRepository/Format)."""
-    control = subprocess.run(["dpkg-deb", "-f", str(package)], capture_output=True, text=True, check=True).stdout
+    control = subprocess.run(
+        ["dpkg-deb", "-f", str(package)], capture_output=True, text=True, check=True
+    ).stdout
     content = package.read_bytes()
     checksum = hashlib.sha256(content).hexdigest()
     return f"{control}Filename: ./{package.name}\nSize: {len(content)}\nSHA256: {checksum}\n"
 
 
 def _quiet(command: list[str]) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    return subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
 
 
 class Machines:
@@ -152,7 +168,9 @@ class Machines:
 
     def _make_ssh(self) -> None:
         self.ssh_folder.mkdir(parents=True)
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.identity)], check=True)
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.identity)], check=True
+        )
         client = self.ssh_folder / "ssh"
         client.write_text(
             f"#!/bin/sh\nexec {shutil.which('ssh')} -F /dev/null -o StrictHostKeyChecking=no "
@@ -177,14 +195,24 @@ class Machines:
             _make_cgroup(CGROUPS / hierarchy / self._cgroup(name))
         enter = f"for h in {' '.join(HIERARCHIES)}; do echo $$ >{CGROUPS}/$h/{self._cgroup(name)}/cgroup.procs; done; "
         # killed along with the tests, should they be
-        spaces = (
-            "exec setpriv --pdeathsig KILL unshare --fork --kill-child --pid --mount --uts --ipc --net --cgroup -- "
-        )
+        spaces = "exec setpriv --pdeathsig KILL unshare --fork --kill-child --pid --mount --uts --ipc --net --cgroup -- "
         arguments = [root, *layers, packages, name, self.gpus[name], " ".join(HIERARCHIES)]
         process = subprocess.Popen(
-            ["sh", "-c", enter + spaces + '"$@"', "sh", "sh", "-c", INIT, "init", *map(str, arguments)],
-            stdout=subprocess.PIPE, stderr=(self.folder / f"{name}.log").open("w"), text=True,
-        )  # fmt: skip
+            [
+                "sh",
+                "-c",
+                enter + spaces + '"$@"',
+                "sh",
+                "sh",
+                "-c",
+                INIT,
+                "init",
+                *map(str, arguments),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=(self.folder / f"{name}.log").open("w"),
+            text=True,
+        )
         self._processes.append(process)
         assert process.stdout is not None
         if process.stdout.readline() != "up\n":
@@ -195,7 +223,18 @@ class Machines:
 
     def _connect(self, name: str) -> None:
         link = f"{self.bridge}-{len(self.pids)}"  # known by its number in down()
-        _ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", str(self.pids[name]))
+        _ip(
+            "link",
+            "add",
+            link,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            str(self.pids[name]),
+        )
         _ip("link", "set", link, "master", self.bridge, "up")
         self.exec(name, "ip", "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
         self.exec(name, "ip", "link", "set", "eth0", "up")
@@ -205,7 +244,19 @@ class Machines:
 
     def exec(self, name: str, *command: str) -> "subprocess.CompletedProcess[str]":
         """Run a command inside a machine, not by way of its network."""
-        spaces = ["nsenter", "-t", str(self.pids[name]), "-m", "-u", "-i", "-n", "-p", "-C", "-r", "-w"]
+        spaces = [
+            "nsenter",
+            "-t",
+            str(self.pids[name]),
+            "-m",
+            "-u",
+            "-i",
+            "-n",
+            "-p",
+            "-C",
+            "-r",
+            "-w",
+        ]
         return subprocess.run([*spaces, *command], capture_output=True, text=True, check=False)
 
     def down(self) -> None:

@@ -36,7 +36,16 @@ nodes:
 """
 """Not in the order of names: rank 0 belongs on gamma, and Slurm's host lists begin with alpha."""
 
-FINAL_STATES = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
+FINAL_STATES = {
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+}
 _numbers = itertools.count(1)
 
 
@@ -113,7 +122,12 @@ class FinishedJob:
 def wait_for_job(lab: Lab, job_id: int) -> str:
     """Wait for a job's final state; the job's own time limit bounds that."""
     while True:
-        done = lab.run(["scontrol", "-o", "show", "job", str(job_id)], capture_output=True, text=True, check=True)
+        done = lab.run(
+            ["scontrol", "-o", "show", "job", str(job_id)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         states = re.findall(r" JobState=(\w+)", done.stdout)
         if all(state in FINAL_STATES for state in states):
             return next((state for state in states if state != "COMPLETED"), "COMPLETED")
@@ -124,14 +138,20 @@ def wait_for_job(lab: Lab, job_id: int) -> str:
 def run_job(tmp_path: Path, clean_environ: dict[str, str]) -> Callable[..., FinishedJob]:
     """``run_job(lab, script_text, *sbatch_options, env={})``: submit from this machine and wait for the end."""
 
-    def run(lab: Lab, script: str, *options: str, env: Mapping[str, str] | None = None) -> FinishedJob:
+    def run(
+        lab: Lab, script: str, *options: str, env: Mapping[str, str] | None = None
+    ) -> FinishedJob:
         file = tmp_path / "job.sh"
         file.write_text(script)
         output = tmp_path / f"job-{next(_numbers)}.out"
         submitted = lab.run(
             ["sbatch", "--parsable", f"--output={output}", "--time=3", *options, str(file)],
-            env={**clean_environ, **(env or {})}, stdout=subprocess.PIPE, text=True, check=True, cwd=tmp_path,
-        )  # fmt: skip
+            env={**clean_environ, **(env or {})},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            cwd=tmp_path,
+        )
         job_id = int(submitted.stdout)
         state = wait_for_job(lab, job_id)
         return FinishedJob(job_id, state, output.read_text() if output.exists() else "")
@@ -142,7 +162,8 @@ def run_job(tmp_path: Path, clean_environ: dict[str, str]) -> Callable[..., Fini
 CHOSEN_RELEASES = os.environ.get("DDP_SLURM_TEST_RELEASES", "22.05,24.11")
 NOT_ABOUT_THE_CONFIGURATION = [
     # The first start of a cluster has no state yet.
-    r"Could not open .* state file .*: No such file or directory", r"NOTE: Trying backup state save file",
+    r"Could not open .* state file .*: No such file or directory",
+    r"NOTE: Trying backup state save file",
     r"No fed_mgr state file",
     # slurmdbd speaks to a slurmctld that is still starting.
     r"update cluster: Connection refused",
@@ -153,12 +174,17 @@ NOT_ABOUT_THE_CONFIGURATION = [
     # A client that ended while a daemon was still writing to it.
     r"Connection reset by peer",
     # What the machine has: no mail program, an old kernel interface.
-    r"Configured MailProg is invalid", r"cgroup/v1 plugin is deprecated",
-]  # fmt: skip
-COMPLAINT = re.compile(r"error|warning|fatal|deprecated|obsolete|defunct|ignor|unknown|unrecognized|invalid", re.I)
+    r"Configured MailProg is invalid",
+    r"cgroup/v1 plugin is deprecated",
+]
+COMPLAINT = re.compile(
+    r"error|warning|fatal|deprecated|obsolete|defunct|ignor|unknown|unrecognized|invalid", re.I
+)
 
 
-@pytest.fixture(scope="module", params=RELEASES if CHOSEN_RELEASES == "all" else CHOSEN_RELEASES.split(","))
+@pytest.fixture(
+    scope="module", params=RELEASES if CHOSEN_RELEASES == "all" else CHOSEN_RELEASES.split(",")
+)
 def release(request: pytest.FixtureRequest, needs_lab: None) -> tuple[str, Path | None]:
     """A Slurm release, and the root folder of the system that has it; None: this machine has it."""
     try:
@@ -176,7 +202,8 @@ def complaints() -> Callable[[Path], list[str]]:
             f"{log.name}: {line}"
             for log in sorted([*folder.glob("slurm*.log"), *folder.glob("munged.log")])
             for line in log.read_text().splitlines()
-            if COMPLAINT.search(line) and not any(re.search(known, line) for known in NOT_ABOUT_THE_CONFIGURATION)
+            if COMPLAINT.search(line)
+            and not any(re.search(known, line) for known in NOT_ABOUT_THE_CONFIGURATION)
         ]
 
     return find

@@ -36,10 +36,23 @@ JOBS: dict[str, tuple[list[Component], str]] = {
     "homogeneous_gpus_per_task": ([("v100", 2, 2)], "--gpus-per-task=1"),
 }
 NOISE = {
-    "SLURM_CONF", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_SRUN_COMM_HOST", "SLURM_SRUN_COMM_PORT", "SLURM_STEP_LAUNCHER_PORT",
-    "SLURM_SUBMIT_DIR", "SLURM_SUBMIT_HOST", "SLURM_TASK_PID", "SLURM_UMASK", "SLURM_WORKING_CLUSTER", "SLURM_JOB_UID",
-    "SLURM_JOB_USER", "SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME", "SLURM_PRIO_PROCESS", "SLURM_RLIMIT_CORE",
-}  # fmt: skip
+    "SLURM_CONF",
+    "SLURM_LAUNCH_NODE_IPADDR",
+    "SLURM_SRUN_COMM_HOST",
+    "SLURM_SRUN_COMM_PORT",
+    "SLURM_STEP_LAUNCHER_PORT",
+    "SLURM_SUBMIT_DIR",
+    "SLURM_SUBMIT_HOST",
+    "SLURM_TASK_PID",
+    "SLURM_UMASK",
+    "SLURM_WORKING_CLUSTER",
+    "SLURM_JOB_UID",
+    "SLURM_JOB_USER",
+    "SLURM_JOB_START_TIME",
+    "SLURM_JOB_END_TIME",
+    "SLURM_PRIO_PROCESS",
+    "SLURM_RLIMIT_CORE",
+}
 
 
 def script(components: list[Component], task_option: str, folder: Path) -> str:
@@ -65,7 +78,9 @@ def read(file: Path) -> dict[str, str]:
     kept = {
         name: value
         for name, _, value in pairs
-        if name.startswith(("SLURM_", "CUDA_VISIBLE")) and name not in NOISE and not name.startswith("SLURM_RLIMIT")
+        if name.startswith(("SLURM_", "CUDA_VISIBLE"))
+        and name not in NOISE
+        and not name.startswith("SLURM_RLIMIT")
     }
     return {"HOST": file.with_suffix(".host").read_text().strip(), **kept}
 
@@ -74,12 +89,25 @@ def record(lab: Lab, components: list[Component], task_option: str) -> dict[str,
     with tempfile.TemporaryDirectory(prefix="record") as name:
         folder = Path(name)
         (folder / "job.sh").write_text(script(components, task_option, folder))
-        environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
-        lab.run(["sbatch", "--wait", "-o", f"{folder}/out", f"{folder}/job.sh"], cwd=folder, env=environ, check=True)
+        environ = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SLURM_", "SBATCH_"))
+        }
+        lab.run(
+            ["sbatch", "--wait", "-o", f"{folder}/out", f"{folder}/job.sh"],
+            cwd=folder,
+            env=environ,
+            check=True,
+        )
         world = sum(nodes * tasks for _, nodes, tasks in components)
         tasks = [read(folder / str(rank)) for rank in range(world)]
         batch = read(folder / "batch")
-    common = {key: value for key, value in tasks[0].items() if all(task.get(key) == value for task in tasks)}
+    common = {
+        key: value
+        for key, value in tasks[0].items()
+        if all(task.get(key) == value for task in tasks)
+    }
     own = [{key: task[key] for key in sorted(task.keys() - common.keys())} for task in tasks]
     return {"common": common, "tasks": own, "batch": batch}
 

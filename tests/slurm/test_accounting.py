@@ -11,15 +11,19 @@ from pathlib import Path
 import pytest
 
 from ddp_slurm.cluster import Cluster
-from ddp_slurm.jobs import Job
 from ddp_slurm.lab import Lab, daemons
-from ddp_slurm.state import Answer, ask, read_state
-from ddp_slurm.templating import render_template
+from ddp_slurm.render.templating import render_template
+from ddp_slurm.runs.commands import Job
+from ddp_slurm.slurm_client.states import Answer, ask, read_state
 
 from .conftest import LIVE_CLUSTER
 
-PROGRAMS = {"slurmdbd": "slurmdbd", "mariadbd": "mariadb-server-core", "mariadb-install-db": "mariadb-server-core",
-            "mariadb": "mariadb-client-core"}  # fmt: skip
+PROGRAMS = {
+    "slurmdbd": "slurmdbd",
+    "mariadbd": "mariadb-server-core",
+    "mariadb-install-db": "mariadb-server-core",
+    "mariadb": "mariadb-client-core",
+}
 PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 pytestmark = pytest.mark.timeout(600)
 
@@ -34,7 +38,13 @@ def wait(done: Callable[[], bool], log: Path) -> None:
 @pytest.fixture(scope="module")
 def accounting_lab(needs_lab: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """A lab whose slurmctld reports to a slurmdbd; all daemons in its controller's namespace, and end with it."""
-    missing = sorted({package for program, package in PROGRAMS.items() if shutil.which(program, path=PATH) is None})
+    missing = sorted(
+        {
+            package
+            for program, package in PROGRAMS.items()
+            if shutil.which(program, path=PATH) is None
+        }
+    )
     if missing:
         pytest.skip(f"not installed: {' '.join(missing)}")
     file = tmp_path_factory.mktemp("accounting") / "cluster.yaml"
@@ -48,33 +58,74 @@ def accounting_lab(needs_lab: None, tmp_path_factory: pytest.TempPathFactory) ->
 
 def start(lab: Lab, argv: list[str], **environ: str) -> None:
     subprocess.Popen(
-        lab.inside(None, argv), env={"PATH": PATH, **environ}, cwd="/", start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        lab.inside(None, argv),
+        env={"PATH": PATH, **environ},
+        cwd="/",
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
 
 
 def start_mariadb(lab: Lab) -> None:
     data = lab.folder / "mysql"
     options = ["--no-defaults", f"--datadir={data}", "--user=root"]
     subprocess.run(
-        ["mariadb-install-db", *options, "--auth-root-authentication-method=socket", "--skip-test-db"],
-        env={"PATH": PATH}, check=True, capture_output=True,
-    )  # fmt: skip
-    start(lab, ["mariadbd", *options, "--skip-networking", f"--socket={data}/socket", f"--pid-file={data}/pid",
-                f"--log-error={data}/log", "--innodb-buffer-pool-size=64M", "--innodb-lock-wait-timeout=900"])  # fmt: skip
-    sql = ["mariadb", "--no-defaults", f"--socket={data}/socket", "-e", "CREATE DATABASE IF NOT EXISTS slurm_acct_db"]
-    wait(lambda: subprocess.run(sql, env={"PATH": PATH}, capture_output=True).returncode == 0, data / "log")
+        [
+            "mariadb-install-db",
+            *options,
+            "--auth-root-authentication-method=socket",
+            "--skip-test-db",
+        ],
+        env={"PATH": PATH},
+        check=True,
+        capture_output=True,
+    )
+    start(
+        lab,
+        [
+            "mariadbd",
+            *options,
+            "--skip-networking",
+            f"--socket={data}/socket",
+            f"--pid-file={data}/pid",
+            f"--log-error={data}/log",
+            "--innodb-buffer-pool-size=64M",
+            "--innodb-lock-wait-timeout=900",
+        ],
+    )
+    sql = [
+        "mariadb",
+        "--no-defaults",
+        f"--socket={data}/socket",
+        "-e",
+        "CREATE DATABASE IF NOT EXISTS slurm_acct_db",
+    ]
+    wait(
+        lambda: subprocess.run(sql, env={"PATH": PATH}, capture_output=True).returncode == 0,
+        data / "log",
+    )
 
 
 def start_slurmdbd(lab: Lab) -> None:
     text = render_template(
-        "slurmdbd.conf.j2", release="22.05", controller=lab.controller, slurm_user="root",
-        log_dir=lab.folder / "log", run_dir=lab.folder / "state",
-    )  # fmt: skip
+        "slurmdbd.conf.j2",
+        release="22.05",
+        controller=lab.controller,
+        slurm_user="root",
+        log_dir=lab.folder / "log",
+        run_dir=lab.folder / "state",
+    )
     conf = lab.slurm_conf.with_name("slurmdbd.conf")
     conf.touch(0o600)
     conf.write_text(f"{text}AuthInfo=socket={lab.folder / 'munge/socket'}\n")
-    start(lab, ["slurmdbd", "-D"], SLURM_CONF=str(lab.slurm_conf), MYSQL_UNIX_PORT=str(lab.folder / "mysql/socket"))
+    start(
+        lab,
+        ["slurmdbd", "-D"],
+        SLURM_CONF=str(lab.slurm_conf),
+        MYSQL_UNIX_PORT=str(lab.folder / "mysql/socket"),
+    )
     log = lab.folder / "log/slurmdbd.log"
     wait(lambda: log.exists() and "slurmdbd version" in log.read_text(), log)
 
@@ -94,7 +145,12 @@ def report_to_slurmdbd(lab: Lab) -> None:
 
 
 @pytest.fixture
-def here(accounting_lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_environ: dict[str, str]) -> Path:
+def here(
+    accounting_lab: Lab,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clean_environ: dict[str, str],
+) -> Path:
     """A folder to submit from, with the lab's cluster.yaml."""
     for name in set(os.environ) - set(clean_environ):
         monkeypatch.delenv(name)
@@ -114,17 +170,25 @@ def forgetful(argv: Sequence[str]) -> Answer:
 
 def submit(*command: str) -> Job:
     from ddp_slurm.backends import sbatch
-    from ddp_slurm.log_path import runs_folder
-    from ddp_slurm.options import JobOptions
+    from ddp_slurm.job.log_path import runs_folder
+    from ddp_slurm.job.options import JobOptions
     from ddp_slurm.plan import make_plan
     from ddp_slurm.render import render_sbatch
-    from ddp_slurm.runs import keep_run
+    from ddp_slurm.runs.run_folder import keep_run
 
     plan = make_plan(Cluster.load("cluster.yaml"), JobOptions(command=command, time="5"))
     runs, now = runs_folder(plan.options.output), time.time()
     script = render_sbatch(plan, runs)
     job_id = sbatch.submit(script)
-    run = keep_run(plan, runs=runs, job_id=job_id, backend="sbatch", script=script, cluster_file=None, submitted_at=now)
+    run = keep_run(
+        plan,
+        runs=runs,
+        job_id=job_id,
+        backend="sbatch",
+        script=script,
+        cluster_file=None,
+        submitted_at=now,
+    )
     return Job(job_id, run)
 
 
@@ -134,13 +198,22 @@ def test_ends_are_told_by_slurm_and_by_its_database(here: Path) -> None:
         wait(lambda job=job: job.state().is_final, here / f"lab-{job.id}.out")
         assert (job.state().state, job.state().exit_status) == (state, status)
         # slurmdbd hears of the components one by one
-        wait(lambda job=job: len(read_state(job.id, ask=forgetful).components) == 3, here / f"lab-{job.id}.out")
+        wait(
+            lambda job=job: len(read_state(job.id, ask=forgetful).components) == 3,
+            here / f"lab-{job.id}.out",
+        )
         wait(lambda job=job: read_state(job.id, ask=forgetful).is_final, here / f"lab-{job.id}.out")
         accounted = read_state(job.id, ask=forgetful)
-        assert (accounted.state, accounted.source, accounted.exit_status) == (state, "sacct", status)
+        assert (accounted.state, accounted.source, accounted.exit_status) == (
+            state,
+            "sacct",
+            status,
+        )
         assert [(c.job_id, c.nodes) for c in accounted.components] == [
-            (f"{job.id}+0", "gamma"), (f"{job.id}+1", "beta"), (f"{job.id}+2", "alpha"),
-        ]  # fmt: skip
+            (f"{job.id}+0", "gamma"),
+            (f"{job.id}+1", "beta"),
+            (f"{job.id}+2", "alpha"),
+        ]
 
 
 def test_a_cancelled_job(here: Path) -> None:
@@ -157,11 +230,13 @@ def test_submitit_with_accounting(here: Path) -> None:
     pytest.importorskip("submitit")
     from submitit.core import utils
 
-    from ddp_slurm.backends.submitit import HetSlurmExecutor
+    from ddp_slurm.backends.submitit.executor import HetSlurmExecutor
 
     executor = HetSlurmExecutor(here / "folder")
     executor.update_parameters(time=5)
     assert executor.submit(max, 1, 2).results() == [2] * 7
     job = executor.submit(os._exit, 3)
-    with pytest.raises(utils.UncompletedJobError, match=r"is FAILED \(exit status [0-9]+, NonZeroExitCode\)"):
+    with pytest.raises(
+        utils.UncompletedJobError, match=r"is FAILED \(exit status [0-9]+, NonZeroExitCode\)"
+    ):
         job.results()

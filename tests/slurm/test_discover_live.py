@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ddp_slurm import discover
 from ddp_slurm.admin.probe import probe
-from ddp_slurm.admin.remote import Result
-from ddp_slurm.cluster import Cluster, Node
+from ddp_slurm.cluster import Cluster, Node, discover
 from ddp_slurm.lab import Lab
+from ddp_slurm.ssh.remote import Result
 
 CLUSTER = """\
 name: trio
@@ -33,7 +32,10 @@ nodes:
 def lab(make_lab: Callable[..., Lab]) -> Lab:
     lab = make_lab(CLUSTER)
     # Only alpha is in a partition of its own; epsilon is out of order.
-    for change in ("PartitionName=all Nodes=gamma,node[9-10],epsilon", "NodeName=epsilon State=DRAIN Reason=fan"):
+    for change in (
+        "PartitionName=all Nodes=gamma,node[9-10],epsilon",
+        "NodeName=epsilon State=DRAIN Reason=fan",
+    ):
         lab.run(["scontrol", "update", *change.split()], check=True)
     return lab
 
@@ -43,9 +45,13 @@ def described(nodes: tuple[Node, ...]) -> dict[str, Node]:
     return {node.name: node._replace(address=None) for node in nodes}
 
 
-def ddp_slurm(lab: Lab, folder: Path, environ: dict[str, str], *arguments: str) -> "subprocess.CompletedProcess[str]":
+def ddp_slurm(
+    lab: Lab, folder: Path, environ: dict[str, str], *arguments: str
+) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "ddp_slurm.cli", *arguments]
-    return subprocess.run(command, cwd=folder, env={**environ, **lab.environ}, capture_output=True, text=True)
+    return subprocess.run(
+        command, cwd=folder, env={**environ, **lab.environ}, capture_output=True, text=True
+    )
 
 
 def test_round_trip(
@@ -66,7 +72,9 @@ def test_round_trip(
     assert capsys.readouterr().err.startswith("left out: epsilon: its state is IDLE+DRAIN: fan")
 
 
-def test_the_command_and_submit_without_a_cluster_yaml(lab: Lab, tmp_path: Path, clean_environ: dict[str, str]) -> None:
+def test_the_command_and_submit_without_a_cluster_yaml(
+    lab: Lab, tmp_path: Path, clean_environ: dict[str, str]
+) -> None:
     shown = ddp_slurm(lab, tmp_path, clean_environ, "discover")
     assert shown.returncode == 0, shown.stderr
     (tmp_path / "found").mkdir()
@@ -81,7 +89,13 @@ def test_the_command_and_submit_without_a_cluster_yaml(lab: Lab, tmp_path: Path,
     assert "left out: epsilon" in live.stderr
     assert live.stdout == from_file.stdout
     assert "--nodelist=node[9-10]" in live.stdout
-    taken = lab.run(["sbatch", "--test-only"], input=live.stdout, env=clean_environ, capture_output=True, text=True)
+    taken = lab.run(
+        ["sbatch", "--test-only"],
+        input=live.stdout,
+        env=clean_environ,
+        capture_output=True,
+        text=True,
+    )
     assert taken.returncode == 0, taken.stderr
 
 
@@ -97,7 +111,10 @@ esac
 
 
 def test_probe_the_generator_and_discover_agree(
-    make_lab: Callable[..., Lab], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_environ: dict[str, str]
+    make_lab: Callable[..., Lab],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clean_environ: dict[str, str],
 ) -> None:
     """Machines are probed, the file that comes of it is the configuration of a live Slurm, and that is discovered."""
     (tmp_path / "bin").mkdir()
@@ -106,14 +123,19 @@ def test_probe_the_generator_and_discover_agree(
     environ = {**clean_environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     machines = make_lab("nodes: [{name: gamma, gpus: 1}, {name: alpha, gpus: 1}]")
 
-    def on_machine(node: Node, argv: list[str], *, input: bytes | None = None, timeout_seconds: float = 60) -> Result:
+    def on_machine(
+        node: Node, argv: list[str], *, input: bytes | None = None, timeout_seconds: float = 60
+    ) -> Result:
         done = machines.exec(node.name, argv, input=input or b"", capture_output=True, env=environ)
         return Result(done.returncode, done.stdout.decode(), done.stderr.decode())
 
     file = tmp_path / "cluster.yaml"
     probe(["gamma", "alpha"], None, str(file), yes=True, runner=on_machine)
     probed = Cluster.load(file)
-    assert [(node.name, node.gres) for node in probed.nodes] == [("gamma", "gpu:titan_v:1"), ("alpha", "gpu:a100:3")]
+    assert [(node.name, node.gres) for node in probed.nodes] == [
+        ("gamma", "gpu:titan_v:1"),
+        ("alpha", "gpu:a100:3"),
+    ]
 
     for name, value in make_lab(file.read_text()).environ.items():
         monkeypatch.setenv(name, value)
@@ -124,12 +146,18 @@ def test_probe_the_generator_and_discover_agree(
     assert facts(discover.discover()) == facts(probed)
 
 
-def test_no_slurm_that_answers(tmp_path: Path, clean_environ: dict[str, str], needs_lab: None) -> None:
+def test_no_slurm_that_answers(
+    tmp_path: Path, clean_environ: dict[str, str], needs_lab: None
+) -> None:
     (tmp_path / "slurm.conf").write_text(
         "ClusterName=gone\nSlurmctldHost=localhost\nSlurmctldPort=1\nMessageTimeout=1\n"
     )
     command = [sys.executable, "-m", "ddp_slurm.cli", "discover"]
-    environ = {**clean_environ, "SLURM_CONF": str(tmp_path / "slurm.conf"), "PATH": os.environ["PATH"]}
+    environ = {
+        **clean_environ,
+        "SLURM_CONF": str(tmp_path / "slurm.conf"),
+        "PATH": os.environ["PATH"],
+    }
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("error: scontrol ")

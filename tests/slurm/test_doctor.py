@@ -19,9 +19,9 @@ import pytest
 
 from ddp_slurm.admin.doctor import Finding, Severity, diagnose, look
 from ddp_slurm.admin.doctor.ask import run_by_srun
-from ddp_slurm.admin.remote import RemoteError, Result
 from ddp_slurm.cluster import Cluster, GpuModel, Node
 from ddp_slurm.lab import Lab
+from ddp_slurm.ssh.remote import RemoteError, Result
 
 CLUSTER = """\
 name: lab
@@ -58,14 +58,21 @@ class Patient:
         return path.parent
 
     def run(
-        self, node: Node, argv: Sequence[str], *, input: bytes | None = None, timeout_seconds: float = 60
+        self,
+        node: Node,
+        argv: Sequence[str],
+        *,
+        input: bytes | None = None,
+        timeout_seconds: float = 60,
     ) -> Result:
         before = [
             "env",
             f"PATH={self.tools}:{os.environ['PATH']}:/usr/sbin",
             *(self.before if node.name == "beta" else []),
         ]
-        done = self.lab.exec(node.name, [*before, *argv], input=input, capture_output=True, timeout=timeout_seconds)
+        done = self.lab.exec(
+            node.name, [*before, *argv], input=input, capture_output=True, timeout=timeout_seconds
+        )
         return Result(done.returncode, done.stdout.decode(), done.stderr.decode())
 
     def findings(self) -> list[Finding]:
@@ -99,7 +106,9 @@ def version_skew(patient: Patient) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_cgroup_plugin(patient: Patient) -> Iterator[None]:
-    (plugins,) = [path for path in Path("/usr/lib").glob("*/slurm-wlm") if (path / "cgroup_v2.so").exists()]
+    (plugins,) = [
+        path for path in Path("/usr/lib").glob("*/slurm-wlm") if (path / "cgroup_v2.so").exists()
+    ]
     poorer = patient.folder / "plugins"
     shutil.copytree(plugins, poorer)
     (poorer / "cgroup_v2.so").unlink()
@@ -110,14 +119,18 @@ def no_cgroup_plugin(patient: Patient) -> Iterator[None]:
 
 @contextlib.contextmanager
 def memory_overstated(patient: Patient) -> Iterator[None]:
-    nodes = [n._replace(memory_mb=2_000_000) if n.name == "beta" else n for n in patient.cluster.nodes]
+    nodes = [
+        n._replace(memory_mb=2_000_000) if n.name == "beta" else n for n in patient.cluster.nodes
+    ]
     patient.cluster = replace(patient.cluster, nodes=tuple(nodes))
     yield
 
 
 @contextlib.contextmanager
 def gpu_missing(patient: Patient) -> Iterator[None]:
-    patient.before = path_before(patient, patient.stub("one_gpu", "nvidia-smi", NVIDIA_SMI.format(beta_last=0)))
+    patient.before = path_before(
+        patient, patient.stub("one_gpu", "nvidia-smi", NVIDIA_SMI.format(beta_last=0))
+    )
     yield
 
 
@@ -133,7 +146,8 @@ def another_munge_key(patient: Patient) -> Iterator[None]:
         f"--log-file={patient.folder}/log",
     ]
     munged = subprocess.Popen(
-        ["munged", "--foreground", "--force", f"--key-file={key}", *files], stderr=subprocess.DEVNULL
+        ["munged", "--foreground", "--force", f"--key-file={key}", *files],
+        stderr=subprocess.DEVNULL,
     )
     try:
         deadline = time.monotonic() + 60
@@ -141,7 +155,8 @@ def another_munge_key(patient: Patient) -> Iterator[None]:
             assert time.monotonic() < deadline
             assert munged.poll() is None
         patient.before = path_before(
-            patient, patient.stub("other_key", "unmunge", f"exec /usr/bin/unmunge --socket={socket}")
+            patient,
+            patient.stub("other_key", "unmunge", f"exec /usr/bin/unmunge --socket={socket}"),
         )
         yield
     finally:
@@ -161,7 +176,9 @@ def another_uid(patient: Patient) -> Iterator[None]:
     users = patient.folder / "passwd"
     lines = Path("/etc/passwd").read_text().splitlines()
     others = [line for line in lines if not line.startswith("munge:")]
-    users.write_text("\n".join([*others, "munge:x:4711:4711::/nonexistent:/usr/sbin/nologin"]) + "\n")
+    users.write_text(
+        "\n".join([*others, "munge:x:4711:4711::/nonexistent:/usr/sbin/nologin"]) + "\n"
+    )
     patient.before = [*IN_OWN_MOUNTS, f'mount --bind {users} /etc/passwd; exec "$@"', "sh"]
     yield
 
@@ -170,7 +187,9 @@ def another_uid(patient: Patient) -> Iterator[None]:
 def firewall(patient: Patient) -> Iterator[None]:
     """beta drops what comes for port 6818: a classic BPF program, since netfilter's tools may be missing."""
     words = "6,48 0 0 23,21 0 3 6,40 0 0 36,21 0 1 6818,6 0 0 2,6 0 0 4294967295"
-    links = patient.lab.exec("beta", ["ls", "/sys/class/net"], capture_output=True, text=True).stdout.split()
+    links = patient.lab.exec(
+        "beta", ["ls", "/sys/class/net"], capture_output=True, text=True
+    ).stdout.split()
     (link,) = [link for link in links if link != "lo"]
     patient.lab.exec("beta", ["tc", "qdisc", "add", "dev", link, "clsact"], check=True)
     try:
@@ -185,7 +204,9 @@ def firewall(patient: Patient) -> Iterator[None]:
 @contextlib.contextmanager
 def driver_mismatch(patient: Patient) -> Iterator[None]:
     said = "Failed to initialize NVML: Driver/library version mismatch"
-    patient.before = path_before(patient, patient.stub("driver", "nvidia-smi", f"echo '{said}'; exit 18"))
+    patient.before = path_before(
+        patient, patient.stub("driver", "nvidia-smi", f"echo '{said}'; exit 18")
+    )
     yield
 
 
@@ -225,8 +246,12 @@ def test_a_healthy_lab_has_no_findings(patient: Patient) -> None:
     assert patient.findings() == []
 
 
-@pytest.mark.parametrize(("plant", "check", "cause"), FAULTS, ids=[plant.__name__ for plant, _, _ in FAULTS])
-def test_the_planted_fault_is_found_on_its_node(patient: Patient, plant: Plant, check: str, cause: str) -> None:
+@pytest.mark.parametrize(
+    ("plant", "check", "cause"), FAULTS, ids=[plant.__name__ for plant, _, _ in FAULTS]
+)
+def test_the_planted_fault_is_found_on_its_node(
+    patient: Patient, plant: Plant, check: str, cause: str
+) -> None:
     with plant(patient):
         findings = patient.findings()
     hits = [f for f in findings if f.check == check and cause in f.cause]
@@ -238,12 +263,18 @@ def test_the_planted_fault_is_found_on_its_node(patient: Patient, plant: Plant, 
 
 def test_a_node_that_slurm_drained_for_its_memory(patient: Patient) -> None:
     reason = "Low RealMemory (reported:24000 < 100.00% of configured:30000)"
-    patient.lab.run(["scontrol", "update", "nodename=beta", "state=drain", f"reason={reason}"], check=True)
+    patient.lab.run(
+        ["scontrol", "update", "nodename=beta", "state=drain", f"reason={reason}"], check=True
+    )
     try:
         (finding,) = patient.findings()
     finally:
         patient.lab.run(["scontrol", "update", "nodename=beta", "state=resume"], check=True)
-    assert (finding.check, finding.severity, finding.nodes) == ("node states", Severity.ERROR, ("beta",))
+    assert (finding.check, finding.severity, finding.nodes) == (
+        "node states",
+        Severity.ERROR,
+        ("beta",),
+    )
     assert "ddp-slurm cluster probe" in finding.fix
 
 
@@ -263,5 +294,7 @@ def test_srun_reaches_the_nodes_too(patient: Patient, monkeypatch: pytest.Monkey
     done = run_by_srun(patient.cluster.nodes[1], ["sh", "-c", line], input=b"a b")
     assert (done.returncode, done.stdout) == (3, "beta GPUs 0,1 a b\n")
     more = patient.cluster.nodes[1]._replace(gpus=(GpuModel(count=9),))
-    with pytest.raises(RemoteError, match=r"beta: srun: error: Unable to allocate .* \(asked for gpu:9\)"):
+    with pytest.raises(
+        RemoteError, match=r"beta: srun: error: Unable to allocate .* \(asked for gpu:9\)"
+    ):
         run_by_srun(more, ["true"])

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from ddp_slurm.cluster import Cluster
+from ddp_slurm.job.options import JobOptions
 from ddp_slurm.lab import Lab
-from ddp_slurm.options import JobOptions
 from ddp_slurm.plan import make_plan
 from ddp_slurm.render import render_sbatch
 
@@ -35,16 +35,24 @@ def script(tmp_path: Path, **options: object) -> str:
     """The job script for the lab's 7 ranks."""
     file = tmp_path / "cluster.yaml"
     file.write_text(CLUSTER)
-    return render_sbatch(make_plan(Cluster.load(file), JobOptions.read({"python": sys.executable, **options})))
+    return render_sbatch(
+        make_plan(Cluster.load(file), JobOptions.read({"python": sys.executable, **options}))
+    )
 
 
 def environ(tmp_path: Path) -> dict[str, str]:
-    return {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}  # torchrun leaves a folder for logs behind
+    return {
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(tmp_path),
+    }  # torchrun leaves a folder for logs behind
 
 
 def results(output: str) -> dict[int, str]:
     """What each rank reported besides its rank."""
-    return {int(rank): rest.strip() for rank, rest in re.findall(r"RESULT rank=(\d+) ((?:\w+=[-.\d]+ ?)+)", output)}
+    return {
+        int(rank): rest.strip()
+        for rank, rest in re.findall(r"RESULT rank=(\d+) ((?:\w+=[-.\d]+ ?)+)", output)
+    }
 
 
 @pytest.mark.parametrize(
@@ -63,7 +71,9 @@ def test_every_rank_is_in_one_world(
 ) -> None:
     through = ["-m", "ddp_slurm.run"] if launcher == "srun" else []
     command = ["python", *through, str(SCRIPTS / words[0]), *words[1:]]
-    job = run_job(live_lab, script(tmp_path, command=command, launcher=launcher), LIMIT, env=environ(tmp_path))
+    job = run_job(
+        live_lab, script(tmp_path, command=command, launcher=launcher), LIMIT, env=environ(tmp_path)
+    )
     found = results(job.output)
     assert job.state == "COMPLETED", job.output
     assert sorted(found) == list(range(7)), job.output
@@ -74,7 +84,9 @@ def test_every_rank_is_in_one_world(
     assert float(answer[2]) == pytest.approx(1, abs=0.05)
 
 
-def test_lightnings_own_slurm_environment_fails_there(live_lab: Lab, run_job: RunJob, tmp_path: Path) -> None:
+def test_lightnings_own_slurm_environment_fails_there(
+    live_lab: Lab, run_job: RunJob, tmp_path: Path
+) -> None:
     """It takes another component's SLURM_NTASKS_PER_NODE for its own."""
     job = run_job(
         live_lab,
@@ -104,20 +116,33 @@ def test_torchrun_starts_all_nodes_again_when_one_rank_fails(
     assert job.state == ("COMPLETED" if restarts else "FAILED"), job.output
 
 
-def test_the_signal_before_the_time_limit_reaches_the_ranks_under_torchrun(live_lab: Lab, tmp_path: Path) -> None:
+def test_the_signal_before_the_time_limit_reaches_the_ranks_under_torchrun(
+    live_lab: Lab, tmp_path: Path
+) -> None:
     text = script(
-        tmp_path, command=["python", str(SCRIPTS / "stops_when_asked.py"), str(tmp_path)], launcher="torchrun",
-        time="10", signal_seconds=60, output=str(tmp_path / "log"),
-    )  # fmt: skip
+        tmp_path,
+        command=["python", str(SCRIPTS / "stops_when_asked.py"), str(tmp_path)],
+        launcher="torchrun",
+        time="10",
+        signal_seconds=60,
+        output=str(tmp_path / "log"),
+    )
     environ_ = {**os.environ, **environ(tmp_path)}
     submitted = live_lab.run(
-        ["sbatch", "--parsable"], input=text, env=environ_, stdout=subprocess.PIPE, text=True, check=True
+        ["sbatch", "--parsable"],
+        input=text,
+        env=environ_,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
     job_id = submitted.stdout.strip()
     while len(list(tmp_path.glob("running*"))) < 7:
         time.sleep(0.05)
     live_lab.run(["scancel", "--signal=USR2", job_id], check=True)
-    while "stopped before the time limit with a snapshot" not in (log := (tmp_path / "log").read_text()):
+    while "stopped before the time limit with a snapshot" not in (
+        log := (tmp_path / "log").read_text()
+    ):
         time.sleep(0.05)
     wait_for_job(live_lab, int(job_id))  # the next test finds idle nodes
     assert sorted(re.findall(r"rank (\d) stops", log)) == list("0123456")

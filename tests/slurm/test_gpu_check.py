@@ -29,8 +29,15 @@ def check(make_lab: Callable[..., Lab], tmp_path: Path) -> Check:
     def run(node: str, nvidia_smi: str) -> tuple[bool, str]:
         tool.write_text(f"#!/bin/sh\n{nvidia_smi}\n")
         tool.chmod(0o755)
-        lab.exec(node, [SCRIPT], env={**os.environ, "PATH": f"{tool.parent}:{os.environ['PATH']}"}, check=True)
-        shown = lab.run(["scontrol", "-o", "show", "node", node], capture_output=True, text=True, check=True).stdout
+        lab.exec(
+            node,
+            [SCRIPT],
+            env={**os.environ, "PATH": f"{tool.parent}:{os.environ['PATH']}"},
+            check=True,
+        )
+        shown = lab.run(
+            ["scontrol", "-o", "show", "node", node], capture_output=True, text=True, check=True
+        ).stdout
         state = shown.partition(" State=")[2].partition(" ")[0]
         return "DRAIN" in state, shown.partition(" Reason=")[2].partition(" [")[0]
 
@@ -45,7 +52,9 @@ def test_a_lost_gpu_drains_and_its_return_resumes(check: Check) -> None:
     assert check("alpha", gpus(3)) == (False, "")
     lost = (True, "gpu_check: 2 of 3 GPUs answer")
     assert check("alpha", gpus(2)) == lost
-    assert check("alpha", "echo 'Unable to determine the device handle'; exit 255") == lost, "the first reason stays"
+    assert check("alpha", "echo 'Unable to determine the device handle'; exit 255") == lost, (
+        "the first reason stays"
+    )
     assert check("alpha", gpus(3)) == (False, "")
     assert check("beta", gpus(1)) == (True, "fan"), "what an admin said stays"
     assert check("beta", gpus(2)) == (True, "fan")

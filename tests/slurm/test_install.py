@@ -43,20 +43,36 @@ class Cluster:
         ssh = f"ssh: {{user: root, identity: '{running.identity}'}}"
         self.file.write_text(f"name: lab\ncontroller: alpha\n{ssh}\nnodes:\n{nodes}")
         self.environ = {**os.environ, "PATH": f"{running.ssh_folder}:{os.environ['PATH']}"}
-        self.command = [sys.executable, "-m", "ddp_slurm.cli", "cluster", "install", "--cluster", str(self.file)]
+        self.command = [
+            sys.executable,
+            "-m",
+            "ddp_slurm.cli",
+            "cluster",
+            "install",
+            "--cluster",
+            str(self.file),
+        ]
 
     def call(self, *words: str) -> "subprocess.CompletedProcess[str]":
         command = [sys.executable, "-m", "ddp_slurm.cli", *words]
-        return subprocess.run(command, env=self.environ, capture_output=True, text=True, timeout=600, check=False)
+        return subprocess.run(
+            command, env=self.environ, capture_output=True, text=True, timeout=600, check=False
+        )
 
     def install(self, *options: str) -> "subprocess.CompletedProcess[str]":
         return self.call("cluster", "install", "--cluster", str(self.file), *options)
 
     def state(self) -> dict[str, str]:
-        return {name: self.running.exec(name, "sh", "-c", STATE).stdout for name in self.running.gpus}
+        return {
+            name: self.running.exec(name, "sh", "-c", STATE).stdout for name in self.running.gpus
+        }
 
     def daemons(self) -> dict[str, str]:
-        pids = ["sh", "-c", "for d in chronyd munged slurmctld slurmd; do pidof -s $d || true; done"]
+        pids = [
+            "sh",
+            "-c",
+            "for d in chronyd munged slurmctld slurmd; do pidof -s $d || true; done",
+        ]
         return {name: self.running.exec(name, *pids).stdout for name in self.running.gpus}
 
 
@@ -84,19 +100,29 @@ def test_one_command_from_nothing_to_the_first_het_job(
     lines = [line.strip() for line in installed.stdout.splitlines()]
     assert [line for line in lines if line.startswith("rank ")] == RANKS
     keys = [
-        cluster.running.exec(n, "sh", "-c", "cd /etc/munge; stat -c '%a %U %s' munge.key; cksum <munge.key")
+        cluster.running.exec(
+            n, "sh", "-c", "cd /etc/munge; stat -c '%a %U %s' munge.key; cksum <munge.key"
+        )
         for n in GPUS
     ]
     assert len({key.stdout for key in keys}) == 1
     assert keys[0].stdout.startswith("400 munge 1024\n")
     states = cluster.running.exec("gamma", "sinfo", "-h", "-N", "-o", "%N %T %G").stdout.split("\n")
-    assert sorted(filter(None, states)) == ["alpha idle gpu:a100:2", "beta idle gpu:v100:1", "gamma idle gpu:titan:1"]
+    assert sorted(filter(None, states)) == [
+        "alpha idle gpu:a100:2",
+        "beta idle gpu:v100:1",
+        "gamma idle gpu:titan:1",
+    ]
 
 
-def test_the_second_run_changes_nothing(cluster: Cluster, installed: "subprocess.CompletedProcess[str]") -> None:
+def test_the_second_run_changes_nothing(
+    cluster: Cluster, installed: "subprocess.CompletedProcess[str]"
+) -> None:
     before, daemons = cluster.state(), cluster.daemons()
     again = cluster.install()
-    assert (again.returncode, "nothing to change" in again.stderr) == (0, True), again.stdout + again.stderr
+    assert (again.returncode, "nothing to change" in again.stderr) == (0, True), (
+        again.stdout + again.stderr
+    )
     assert cluster.state() == before
     assert cluster.daemons() == daemons
 
@@ -106,7 +132,9 @@ def test_a_change_in_one_place_is_the_only_one_mended(
 ) -> None:
     before = cluster.state()
     cluster.running.exec("beta", "sh", "-c", "chmod 0440 /etc/munge/munge.key")
-    cluster.running.exec("alpha", "scontrol", "update", "nodename=gamma", "state=down", "reason=planted")
+    cluster.running.exec(
+        "alpha", "scontrol", "update", "nodename=gamma", "state=down", "reason=planted"
+    )
     mended = cluster.install()
     changed = [line.split()[:2] for line in mended.stdout.splitlines() if line.endswith(" changed")]
     assert changed == [["munge", "beta"]], mended.stdout + mended.stderr
@@ -121,12 +149,15 @@ def test_the_doctor_and_the_probe_see_the_machines_over_ssh(
     said = json.loads(cluster.call("doctor", "--cluster", str(cluster.file), "--json").stdout)
     # No Python is what these machines really lack.
     assert [(f["check"], f["severity"]) for f in said["findings"] if f["severity"] != "ok"] == [
-        ("torch", "warning"), ("versions", "skipped"),
-    ]  # fmt: skip
+        ("torch", "warning"),
+        ("versions", "skipped"),
+    ]
     cluster.running.exec("beta", "sh", "-c", "rm /dev/nvidia0")
     missing = json.loads(cluster.call("doctor", "--cluster", str(cluster.file), "--json").stdout)
     cluster.running.exec("beta", "mknod", "-m", "666", "/dev/nvidia0", "c", "195", "0")
-    assert {tuple(f["nodes"]) for f in missing["findings"] if f["check"] == "GPU count"} == {("beta",)}
+    assert {tuple(f["nodes"]) for f in missing["findings"] if f["check"] == "GPU count"} == {
+        ("beta",)
+    }
     copy = tmp_path / "cluster.yaml"
     copy.write_text(cluster.file.read_text())
     shown = cluster.call("cluster", "probe", "--cluster", str(copy)).stdout
@@ -141,9 +172,13 @@ def test_broken_off_in_the_middle_it_ends_the_same(
     with machines(tmp_path, 190 + os.getpid() % 60, GPUS) as running:
         other = Cluster(tmp_path, running)
         first = subprocess.Popen(
-            other.command, env=other.environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            other.command,
+            env=other.environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
             start_new_session=True,
-        )  # fmt: skip
+        )
         assert first.stdout is not None
         seen = ""
         for line in first.stdout:
@@ -156,6 +191,12 @@ def test_broken_off_in_the_middle_it_ends_the_same(
         second = other.install()
         assert second.returncode == 0, second.stdout + second.stderr
         assert [line.strip() for line in second.stdout.splitlines() if "rank " in line] == RANKS
-        mine = {n: text.replace(f"198.18.{running.network}.", "NET.") for n, text in other.state().items()}
-        theirs = {n: t.replace(f"198.18.{cluster.running.network}.", "NET.") for n, t in cluster.state().items()}
+        mine = {
+            n: text.replace(f"198.18.{running.network}.", "NET.")
+            for n, text in other.state().items()
+        }
+        theirs = {
+            n: t.replace(f"198.18.{cluster.running.network}.", "NET.")
+            for n, t in cluster.state().items()
+        }
         assert mine == theirs

@@ -36,7 +36,9 @@ def cli(environ: dict[str, str], tmp_path: Path) -> Iterator[Cli]:
     submitted: list[str] = []
 
     def run(*args: str, **env: str) -> "subprocess.CompletedProcess[str]":
-        done = subprocess.run(command(*args), cwd=tmp_path, env={**environ, **env}, capture_output=True, text=True)
+        done = subprocess.run(
+            command(*args), cwd=tmp_path, env={**environ, **env}, capture_output=True, text=True
+        )
         if args[0] == "submit":
             submitted.append(done.stdout.strip())
         return done
@@ -65,24 +67,37 @@ FAIL = "echo rank $SLURM_PROCID; exit $((SLURM_PROCID == 4 ? 3 : 0))"
 
 
 def test_a_failed_job_is_followed_told_and_kept(cli: Cli, tmp_path: Path) -> None:
-    done = cli("submit", "--time", "5", "--output", "logs/%x-%j.out", "--follow", "--", "bash", "-c", FAIL)
+    done = cli(
+        "submit", "--time", "5", "--output", "logs/%x-%j.out", "--follow", "--", "bash", "-c", FAIL
+    )
     job_id = done.stdout.strip()
     assert (done.returncode, done.stdout) == (3, f"{job_id}\n")
     assert f"job {job_id} is FAILED (exit status 3, NonZeroExitCode)" in done.stderr
     assert "4: rank 4\n" in done.stderr
     told = status(cli, job_id)
-    assert [(c["job_id"], c["state"], c["nodes"], c["exit_status"], c["restarts"]) for c in told["components"]] == [
-        (f"{job_id}+0", "FAILED", "gamma", 3, 0), (f"{job_id}+1", "FAILED", "beta", 3, 0), (f"{job_id}+2", "FAILED", "alpha", 3, 0),
-    ]  # fmt: skip
+    assert [
+        (c["job_id"], c["state"], c["nodes"], c["exit_status"], c["restarts"])
+        for c in told["components"]
+    ] == [
+        (f"{job_id}+0", "FAILED", "gamma", 3, 0),
+        (f"{job_id}+1", "FAILED", "beta", 3, 0),
+        (f"{job_id}+2", "FAILED", "alpha", 3, 0),
+    ]
     assert told["log"] == str(tmp_path / f"logs/lab-{job_id}.out")
     assert cli("logs", job_id, "--rank", "5").stdout == "5: rank 5\n"
     folder = tmp_path / "logs/ddp_slurm_runs" / job_id
     assert (folder / "exit").read_text().startswith("status=3\nterminated=no\n")
     # a month later: this Slurm is gone
     gone = {"PATH": str(tmp_path)}
-    assert (status(cli, job_id, **gone)["state"], status(cli, job_id, **gone)["source"]) == ("FAILED", "last look")
+    assert (status(cli, job_id, **gone)["state"], status(cli, job_id, **gone)["source"]) == (
+        "FAILED",
+        "last look",
+    )
     (folder / "state.json").unlink()
-    assert (status(cli, job_id, **gone)["state"], status(cli, job_id, **gone)["source"]) == ("FAILED", "exit marker")
+    assert (status(cli, job_id, **gone)["state"], status(cli, job_id, **gone)["source"]) == (
+        "FAILED",
+        "exit marker",
+    )
 
 
 def test_a_job_that_waits_and_is_cancelled(cli: Cli, tmp_path: Path) -> None:
@@ -102,8 +117,12 @@ def test_a_job_that_waits_and_is_cancelled(cli: Cli, tmp_path: Path) -> None:
     assert "terminated=yes" in (tmp_path / "ddp_slurm_runs" / first / "exit").read_text()
 
 
-def test_ctrl_c_detaches_and_ends_nothing(cli: Cli, environ: dict[str, str], tmp_path: Path) -> None:
-    words = command("submit", "--time", "5", "--gpus", "1", "--follow", "--", "bash", "-c", "echo up; sleep 600")
+def test_ctrl_c_detaches_and_ends_nothing(
+    cli: Cli, environ: dict[str, str], tmp_path: Path
+) -> None:
+    words = command(
+        "submit", "--time", "5", "--gpus", "1", "--follow", "--", "bash", "-c", "echo up; sleep 600"
+    )
     with running(words, cwd=tmp_path, env=environ, stderr=subprocess.PIPE) as follower:
         assert follower.stdout is not None
         assert follower.stderr is not None
@@ -132,13 +151,26 @@ echo continues
 
 def test_a_requeued_job_has_not_ended(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "rank.sh").write_text(REQUEUE)
-    words = ["--signal-seconds", "60", "--max-restarts", "1", "--gpus", "3", "--", "bash", "rank.sh"]
+    words = [
+        "--signal-seconds",
+        "60",
+        "--max-restarts",
+        "1",
+        "--gpus",
+        "3",
+        "--",
+        "bash",
+        "rank.sh",
+    ]
     job_id = cli("submit", "--time", "5", *words).stdout.strip()
     while status(cli, job_id)["components"][0]["restarts"] != 1:
         time.sleep(0.1)
     waiting = status(cli, job_id)
     assert waiting["state"] in ("PENDING", "COMPLETING", "RUNNING")
-    assert waiting["state"] != "PENDING" or not (tmp_path / "ddp_slurm_runs" / job_id / "exit").exists()
+    assert (
+        waiting["state"] != "PENDING"
+        or not (tmp_path / "ddp_slurm_runs" / job_id / "exit").exists()
+    )
     ended = wait_for(cli, job_id, "COMPLETED")
     assert {c["restarts"] for c in ended["components"]} == {1}
     assert "restarts=1" in (tmp_path / "ddp_slurm_runs" / job_id / "exit").read_text()

@@ -59,7 +59,10 @@ def machine_links() -> set[str]:
 
 def cli(*args: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "ddp_slurm.cli", "lab", *args], capture_output=True, text=True, **kwargs
+        [sys.executable, "-m", "ddp_slurm.cli", "lab", *args],
+        capture_output=True,
+        text=True,
+        **kwargs,
     )
 
 
@@ -78,11 +81,29 @@ def test_a_het_job_runs_on_hosts_of_its_own_with_devices_of_its_own(live_lab, ru
 
 def test_nodes_resolve_each_other_without_dns_and_clients_work_inside_them(live_lab):
     python = "import socket; print(socket.gethostname(), socket.gethostbyname('alpha'), socket.gethostbyaddr({!r})[0])"
-    done = live_lab.exec("beta", [sys.executable, "-c", python.format(live_lab.node("gamma").address)],
-                         capture_output=True, text=True, check=True)  # fmt: skip
+    done = live_lab.exec(
+        "beta",
+        [sys.executable, "-c", python.format(live_lab.node("gamma").address)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.split() == ["beta", live_lab.node("alpha").address, "gamma"]
-    inner = live_lab.exec("beta", ["srun", "-N1", "-n2", "--gres=gpu:a100:3", "bash", "-c", "echo $(hostname) $CUDA_VISIBLE_DEVICES"],
-                          capture_output=True, text=True, check=True)  # fmt: skip
+    inner = live_lab.exec(
+        "beta",
+        [
+            "srun",
+            "-N1",
+            "-n2",
+            "--gres=gpu:a100:3",
+            "bash",
+            "-c",
+            "echo $(hostname) $CUDA_VISIBLE_DEVICES",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert inner.stdout.splitlines() == ["alpha 0,1,2"] * 2
     assert live_lab.exec("gamma", ["sh", "-c", "exit 7"]).returncode == 7
 
@@ -90,7 +111,9 @@ def test_nodes_resolve_each_other_without_dns_and_clients_work_inside_them(live_
 def test_batch_script_can_requeue_its_job(live_lab, run_job):
     script = '#!/bin/bash\necho run ${SLURM_RESTART_COUNT:-0}\n[ -n "$SLURM_RESTART_COUNT" ] || scontrol requeue $SLURM_JOB_ID\n'
     job = run_job(live_lab, script, "--requeue", "--open-mode=append", "--mem=1G")
-    runs = [line for line in job.output.splitlines() if line.startswith("run")]  # and Slurm's word on the requeue
+    runs = [
+        line for line in job.output.splitlines() if line.startswith("run")
+    ]  # and Slurm's word on the requeue
     assert (job.state, runs) == ("COMPLETED", ["run 0", "run 1"])
 
 
@@ -110,8 +133,12 @@ def test_two_labs_side_by_side_and_nothing_of_them_afterwards(live_lab, make_lab
     assert lab.network != live_lab.network
     with pytest.raises(LabError, match=f"'{lab.name}' is there already"):
         Lab.up(Cluster("other", (Node("x"),)), lab.name)
-    devices = lab.run(["srun", "-wa2", "-pbig", "--gres=gpu:t4:2,gpu:h100:1", "printenv", "CUDA_VISIBLE_DEVICES"],
-                      capture_output=True, text=True, check=True)  # fmt: skip
+    devices = lab.run(
+        ["srun", "-wa2", "-pbig", "--gres=gpu:t4:2,gpu:h100:1", "printenv", "CUDA_VISIBLE_DEVICES"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert devices.stdout.strip() == "0,1,2"
     links = machine_links()
     assert residue(lab.name)
@@ -135,9 +162,13 @@ def test_a_killed_node_takes_its_ranks_along_and_goes_down(make_lab, tmp_path):
     lab = make_lab(TWO_NODES)
 
     def cable() -> str:
-        return lab.exec("b", ["cat", "/sys/class/net/eth0/operstate"], stdout=subprocess.PIPE, text=True).stdout.strip()
+        return lab.exec(
+            "b", ["cat", "/sys/class/net/eth0/operstate"], stdout=subprocess.PIPE, text=True
+        ).stdout.strip()
 
-    lab.exec("b", ["sh", "-c", "setsid sleep 1000 & echo $!"], check=True, stdout=subprocess.DEVNULL)
+    lab.exec(
+        "b", ["sh", "-c", "setsid sleep 1000 & echo $!"], check=True, stdout=subprocess.DEVNULL
+    )
     assert cable() == "up"
     lab.kill("b")
     assert network.processes(lab.node("b").netns) == []
@@ -176,7 +207,9 @@ def killed_here(*args, **kwargs):
 setattr(owner, {stage!r}, killed_here)
 Lab.up(Cluster.load("cluster.yaml"), {new_name!r})
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert residue(new_name)
     links = machine_links()
@@ -204,7 +237,13 @@ def test_a_job_and_its_runaway_children_end_with_the_lab(make_lab, tmp_path, cle
     (tmp_path / "job.sh").write_text(
         "#!/bin/bash\nsetsid nohup sleep 1000 &\nsetsid sleep 1000 &\necho $$ > started\nsleep 1000\n"
     )
-    lab.run(["sbatch", "-wb", "job.sh"], env=clean_environ, cwd=tmp_path, check=True, capture_output=True)
+    lab.run(
+        ["sbatch", "-wb", "job.sh"],
+        env=clean_environ,
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+    )
     give_up = time.monotonic() + 60
     while not (tmp_path / "started").exists() and time.monotonic() < give_up:
         time.sleep(0.05)
@@ -224,7 +263,9 @@ def test_a_job_and_its_runaway_children_end_with_the_lab(make_lab, tmp_path, cle
         ("gres.conf", "NodeName=a1 Name=gpu NoSuchKey=1", "slurmd"),
     ],
 )
-def test_a_daemon_that_does_not_start_is_quoted_and_nothing_stays(needs_lab, new_name, monkeypatch, file, line, daemon):
+def test_a_daemon_that_does_not_start_is_quoted_and_nothing_stays(
+    needs_lab, new_name, monkeypatch, file, line, daemon
+):
     def broken(lab, cluster, version):
         config.write_configuration(lab, cluster, version)
         with (lab.slurm_conf.parent / file).open("a") as conf:
@@ -243,13 +284,27 @@ def test_command_line(needs_lab, new_name, tmp_path):
     up = cli("up", "--name", new_name, cwd=tmp_path)
     try:
         lab = Lab.find(new_name)
-        assert up.stdout == f"export SLURM_CONF={lab.slurm_conf}\n"  # for eval "$(ddp-slurm lab up ...)"
+        assert (
+            up.stdout == f"export SLURM_CONF={lab.slurm_conf}\n"
+        )  # for eval "$(ddp-slurm lab up ...)"
         assert f"ddp-slurm lab down --name {new_name}" in up.stderr
         assert cli("status", "--name", new_name).stdout == "b\tIDLE\na1\tIDLE\na2\tIDLE\n"
-        inside = cli("exec", "--name", new_name, "a1", "sh", "-c", "hostname; sinfo -ho %P; exit 5", "--help")
+        inside = cli(
+            "exec", "--name", new_name, "a1", "sh", "-c", "hostname; sinfo -ho %P; exit 5", "--help"
+        )
         assert (inside.returncode, sorted(inside.stdout.split())) == (5, ["a1", "all*", "big"])
         suicide = cli(
-            "exec", "--name", new_name, "a2", sys.executable, "-m", "ddp_slurm.cli", "lab", "down", "--name", new_name
+            "exec",
+            "--name",
+            new_name,
+            "a2",
+            sys.executable,
+            "-m",
+            "ddp_slurm.cli",
+            "lab",
+            "down",
+            "--name",
+            new_name,
         )
         assert (suicide.returncode, "from outside the lab" in suicide.stderr) == (2, True)
         assert lab.status()["a2"] == "IDLE"
@@ -272,7 +327,12 @@ def test_other_users_reach_a_lab_of_a_root_with_a_narrow_umask(make_lab):
         assert os.umask(0o077) == 0o077
     finally:
         os.umask(former)
-    asked = lab.run(["runuser", "-u", "nobody", "--", "sinfo", "-ho", "%N"], capture_output=True, text=True, timeout=30)
+    asked = lab.run(
+        ["runuser", "-u", "nobody", "--", "sinfo", "-ho", "%N"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
     assert asked.stdout == "a\n", asked.stderr
 
 
@@ -290,6 +350,11 @@ def test_what_is_missing_is_named(monkeypatch):
     with pytest.raises(LabError, match="needs root"):
         Lab.up(Cluster("x", (Node("a"),)))
     monkeypatch.setattr("os.geteuid", lambda: 0)
-    monkeypatch.setattr("shutil.which", lambda program, path: None if program in ("munged", "slurmd") else program)
-    with pytest.raises(LabError, match=r"slurmd, munged.*apt-get install -y --no-install-recommends munge slurm-wlm$"):
+    monkeypatch.setattr(
+        "shutil.which", lambda program, path: None if program in ("munged", "slurmd") else program
+    )
+    with pytest.raises(
+        LabError,
+        match=r"slurmd, munged.*apt-get install -y --no-install-recommends munge slurm-wlm$",
+    ):
         Lab.up(Cluster("x", (Node("a"),)))

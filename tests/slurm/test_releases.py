@@ -15,8 +15,8 @@ import numpy
 import pytest
 
 from ddp_slurm.cluster import Cluster
+from ddp_slurm.job.options import JobOptions
 from ddp_slurm.lab import Lab, daemons
-from ddp_slurm.options import JobOptions
 from ddp_slurm.plan import make_plan
 from ddp_slurm.render import render_sbatch
 
@@ -32,7 +32,9 @@ pytestmark = pytest.mark.timeout(900)  # a release's root may have to be made fi
 
 
 @pytest.fixture(scope="module")
-def release_lab(release: tuple[str, Path | None], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def release_lab(
+    release: tuple[str, Path | None], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Lab]:
     """gamma 1, beta 2 and alpha 4 GPUs under each release; its own Slurm or that of another Debian."""
     file = tmp_path_factory.mktemp("release") / "cluster.yaml"
     file.write_text(CLUSTER)
@@ -63,7 +65,9 @@ def script(tmp_path: Path, python: str, *command: str) -> str:
     return render_sbatch(make_plan(Cluster.load(file), options))
 
 
-def test_the_daemons_do_not_complain_about_the_files(release_lab: Lab, complaints: Callable[[Path], list[str]]) -> None:
+def test_the_daemons_do_not_complain_about_the_files(
+    release_lab: Lab, complaints: Callable[[Path], list[str]]
+) -> None:
     assert set(release_lab.status().values()) == {"IDLE"}
     assert complaints(release_lab.folder / "log") == []
 
@@ -75,7 +79,9 @@ print("seen:", socket.gethostname(), *(os.environ.get(name) for name in names), 
 """
 
 
-def test_a_het_job_is_one_world(release_lab: Lab, tmp_path: Path, python: str, run_job: Callable[..., Any]) -> None:
+def test_a_het_job_is_one_world(
+    release_lab: Lab, tmp_path: Path, python: str, run_job: Callable[..., Any]
+) -> None:
     (tmp_path / "rank.py").write_text(RANK)
     command = ["python", "-m", "ddp_slurm.run", str(tmp_path / "rank.py")]
     job = run_job(release_lab, script(tmp_path, python, *command), "--time=8")
@@ -87,14 +93,24 @@ def test_a_het_job_is_one_world(release_lab: Lab, tmp_path: Path, python: str, r
     ]
 
 
-def test_the_cifar10_example(release_lab: Lab, tmp_path: Path, python: str, run_job: Callable[..., Any]) -> None:
+def test_the_cifar10_example(
+    release_lab: Lab, tmp_path: Path, python: str, run_job: Callable[..., Any]
+) -> None:
     images = {
         f"{split}_{what}": numpy.random.default_rng(0).integers(0, high, size, dtype=numpy.uint8)
         for split in ("train", "test")
         for what, high, size in (("images", 256, (56, 32, 32, 3)), ("labels", 10, (56,)))
     }
     numpy.savez(tmp_path / "cifar10.npz", **images)
-    command = [str(EXAMPLE / "train.py"), "1", "1", "--data", str(tmp_path / "cifar10.npz"), "--batch-size", "4"]
+    command = [
+        str(EXAMPLE / "train.py"),
+        "1",
+        "1",
+        "--data",
+        str(tmp_path / "cifar10.npz"),
+        "--batch-size",
+        "4",
+    ]
     job = run_job(release_lab, script(tmp_path, python, *command), "--time=8")
     assert job.state == "COMPLETED", job.output
     assert re.search(r"finished: step 2", job.output)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ddp_slurm.cluster import Cluster
-from ddp_slurm.options import JobOptions
+from ddp_slurm.job.options import JobOptions
 from ddp_slurm.plan import make_plan
 from ddp_slurm.render import render_sbatch
 
@@ -68,26 +68,44 @@ def controller(needs_lab: None, tmp_path: Path) -> Iterator[Controller]:
             subprocess.run(["ip", "netns", "add", netns], check=True)
             cleanup.callback(subprocess.run, ["ip", "netns", "delete", netns], check=True)
             # slurmctld looks for an address that is not the loopback's before it listens
-            for command in ("link set lo up", "link add here type bridge", "address add 198.18.255.1/32 dev here",
-                            "link set here up"):  # fmt: skip
+            for command in (
+                "link set lo up",
+                "link add here type bridge",
+                "address add 198.18.255.1/32 dev here",
+                "link set here up",
+            ):
                 subprocess.run(["ip", "-n", netns, *command.split()], check=True)
             (folder / "cluster.yaml").write_text(text)
             lines = [
                 f"NodeName={entry.nodelist} CPUs={entry.cpus_per_task * entry.tasks_per_node} RealMemory={entry.memory_mb}"
                 f" Gres={entry.gres} State=CLOUD NodeAddr=127.0.0.1"
-                for entry in make_plan(Cluster.load(folder / "cluster.yaml"), JobOptions()).components
+                for entry in make_plan(
+                    Cluster.load(folder / "cluster.yaml"), JobOptions()
+                ).components
             ]
             conf = folder / "slurm.conf"
-            conf.write_text(SLURM_CONF.format(folder=folder, scheduler=scheduler, nodes="\n".join(lines)))
+            conf.write_text(
+                SLURM_CONF.format(folder=folder, scheduler=scheduler, nodes="\n".join(lines))
+            )
             (folder / "gres.conf").write_text("")
             key = folder / "munge.key"
             key.write_bytes(os.urandom(1024))
             key.chmod(0o400)
-            munged = ["munged", "--force", "--foreground", f"--key-file={key}", f"--socket={folder}/munge.socket",
-                      f"--pid-file={folder}/munged.pid", f"--seed-file={folder}/seed", f"--log-file={folder}/munged.log"]  # fmt: skip
+            munged = [
+                "munged",
+                "--force",
+                "--foreground",
+                f"--key-file={key}",
+                f"--socket={folder}/munge.socket",
+                f"--pid-file={folder}/munged.pid",
+                f"--seed-file={folder}/seed",
+                f"--log-file={folder}/munged.log",
+            ]
             for daemon in (munged, ["slurmctld", "-D", "-f", str(conf)]):
                 log = cleanup.enter_context(open(folder / f"{daemon[0]}.out", "wb"))
-                process = subprocess.Popen(["ip", "netns", "exec", netns, *daemon], stdout=log, stderr=log)
+                process = subprocess.Popen(
+                    ["ip", "netns", "exec", netns, *daemon], stdout=log, stderr=log
+                )
                 cleanup.callback(stop, process)
                 wait_for((folder / "munge.socket").is_socket, folder)
             environ = {**os.environ, "SLURM_CONF": str(conf), "NETNS": netns}
@@ -114,15 +132,21 @@ def wait_for(condition: Callable[[], bool], folder: Path) -> None:
         time.sleep(0.05)
 
 
-def client(environ: dict[str, str], *argv: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
+def client(
+    environ: dict[str, str], *argv: str, stdin: str = ""
+) -> "subprocess.CompletedProcess[str]":
     command = ["ip", "netns", "exec", environ["NETNS"], *argv]
-    return subprocess.run(command, env=environ, input=stdin, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, env=environ, input=stdin, capture_output=True, text=True, timeout=120
+    )
 
 
 def script(tmp_path: Path, text: str) -> str:
     (tmp_path / "cluster.yaml").write_text(text)
     return render_sbatch(
-        make_plan(Cluster.load(tmp_path / "cluster.yaml"), JobOptions(command=("hostname",), time="10"))
+        make_plan(
+            Cluster.load(tmp_path / "cluster.yaml"), JobOptions(command=("hostname",), time="10")
+        )
     )
 
 
@@ -132,12 +156,19 @@ def test_five_thousand_nodes_in_three_components(controller: Controller, tmp_pat
     assert len(text) < 16_384
     done = client(environ, "sbatch", "--test-only", stdin=text)
     assert done.returncode == 0, done.stderr
-    assert "using 104000 processors on ampere[0001-2000],titan[0001-1000],volta[0001-2000]" in done.stderr
-    unknown = client(environ, "sbatch", "--test-only", stdin=text.replace("titan[0001-1000]", "titan[0002-1001]"))
+    assert (
+        "using 104000 processors on ampere[0001-2000],titan[0001-1000],volta[0001-2000]"
+        in done.stderr
+    )
+    unknown = client(
+        environ, "sbatch", "--test-only", stdin=text.replace("titan[0001-1000]", "titan[0002-1001]")
+    )
     assert unknown.returncode != 0, "the controller does look at the names"
 
 
-def test_without_backfill_slurms_refusal_is_passed_on(controller: Controller, tmp_path: Path) -> None:
+def test_without_backfill_slurms_refusal_is_passed_on(
+    controller: Controller, tmp_path: Path
+) -> None:
     nodes = "nodes:\n  - {name: a, gpus: 1, cpus: 8, memory: 4G}\n  - {name: b, gpus: 2, cpus: 8, memory: 4G}\n"
     environ = controller(nodes, "sched/builtin")
     done = client(environ, "sbatch", stdin=script(tmp_path, nodes))

@@ -18,7 +18,7 @@ cloudpickle = pytest.importorskip("cloudpickle")
 from submitit.core import utils  # noqa: E402
 from submitit.helpers import Checkpointable, DelayedSubmission, TorchDistributedEnvironment  # noqa: E402
 
-from ddp_slurm.backends.submitit import HetSlurmExecutor, HetSlurmJob  # noqa: E402
+from ddp_slurm.backends.submitit.executor import HetSlurmExecutor, HetSlurmJob  # noqa: E402
 from ddp_slurm.lab import Lab  # noqa: E402
 
 from .conftest import LIVE_CLUSTER  # noqa: E402
@@ -53,12 +53,23 @@ def my_place(greeting: str) -> dict[str, Any]:
     env, torch_env = submitit.JobEnvironment(), TorchDistributedEnvironment()
     print(f"{greeting} from {env.global_rank}", flush=True)
     return {
-        "host": socket.gethostname(), "rank": env.global_rank, "local_rank": env.local_rank, "node": env.node,
-        "hostnames": env.hostnames, "world": env.num_tasks, "local_world": env.local_world_size,
+        "host": socket.gethostname(),
+        "rank": env.global_rank,
+        "local_rank": env.local_rank,
+        "node": env.node,
+        "hostnames": env.hostnames,
+        "world": env.num_tasks,
+        "local_world": env.local_world_size,
         "master": (env.master_addr, env.master_port),
-        "torch": (torch_env.master_addr, torch_env.rank, torch_env.world_size, torch_env.local_rank, torch_env.local_world_size),
+        "torch": (
+            torch_env.master_addr,
+            torch_env.rank,
+            torch_env.world_size,
+            torch_env.local_rank,
+            torch_env.local_world_size,
+        ),
         "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
-    }  # fmt: skip
+    }
 
 
 def test_results_of_seven_ranks(executor: HetSlurmExecutor) -> None:
@@ -66,9 +77,17 @@ def test_results_of_seven_ranks(executor: HetSlurmExecutor) -> None:
     results = job.results()
     assert [(r["rank"], r["host"]) for r in results] == list(enumerate(HOSTS))
     assert [(r["node"], r["local_rank"], r["local_world"]) for r in results] == [
-        (0, 0, 1), (1, 0, 2), (1, 1, 2), (2, 0, 4), (2, 1, 4), (2, 2, 4), (2, 3, 4),
-    ]  # fmt: skip
-    assert {(r["world"], *r["hostnames"], r["master"][0]) for r in results} == {(7, "gamma", "beta", "alpha", "gamma")}
+        (0, 0, 1),
+        (1, 0, 2),
+        (1, 1, 2),
+        (2, 0, 4),
+        (2, 1, 4),
+        (2, 2, 4),
+        (2, 3, 4),
+    ]
+    assert {(r["world"], *r["hostnames"], r["master"][0]) for r in results} == {
+        (7, "gamma", "beta", "alpha", "gamma")
+    }
     assert len({r["master"] for r in results}) == 1
     assert [r["torch"] for r in results] == [
         ("gamma", r["rank"], 7, r["local_rank"], r["local_world"]) for r in results
@@ -87,9 +106,13 @@ def fails_on_rank_4() -> None:
     stay()
 
 
-def test_an_exception_reaches_the_caller_with_traceback_and_host(executor: HetSlurmExecutor) -> None:
+def test_an_exception_reaches_the_caller_with_traceback_and_host(
+    executor: HetSlurmExecutor,
+) -> None:
     job = executor.submit(fails_on_rank_4)
-    with pytest.raises(utils.FailedJobError, match=r"rank 4 on alpha failed; job [0-9]+ is FAILED") as caught:
+    with pytest.raises(
+        utils.FailedJobError, match=r"rank 4 on alpha failed; job [0-9]+ is FAILED"
+    ) as caught:
         job.results()
     assert "in fails_on_rank_4" in str(caught.value)
     assert "ValueError: the fault of rank 4" in str(caught.value)
@@ -103,7 +126,9 @@ def exits_on_rank_4() -> None:
 
 def test_a_rank_that_exits(executor: HetSlurmExecutor) -> None:
     job = executor.submit(exits_on_rank_4)
-    with pytest.raises(utils.UncompletedJobError, match=r"is FAILED .*ranks 0, 1, 2, 3, 4, 5, 6 left no result"):
+    with pytest.raises(
+        utils.UncompletedJobError, match=r"is FAILED .*ranks 0, 1, 2, 3, 4, 5, 6 left no result"
+    ):
         job.results()
     assert "alpha: task 1: Exited with exit code 3" in (job.stdout() or "")
     assert job.state == "FAILED"
@@ -126,7 +151,11 @@ memory: list[bytes] = []
 @pytest.fixture
 def memory_limit() -> Iterator[Callable[[int], None]]:
     """Puts a process under a limit of 200 MB, for the kernel to kill it when it grows."""
-    parent = Path("/sys/fs/cgroup/memory") if Path("/sys/fs/cgroup/memory").is_dir() else Path("/sys/fs/cgroup")
+    parent = (
+        Path("/sys/fs/cgroup/memory")
+        if Path("/sys/fs/cgroup/memory").is_dir()
+        else Path("/sys/fs/cgroup")
+    )
     group = parent / f"ddp-slurm-test-{os.getpid()}"
     version_1 = parent.name == "memory"
     limit = "memory.limit_in_bytes" if version_1 else "memory.max"
@@ -149,7 +178,9 @@ def memory_limit() -> Iterator[Callable[[int], None]]:
         group.rmdir()
 
 
-def test_an_out_of_memory_kill(executor: HetSlurmExecutor, tmp_path: Path, memory_limit: Callable[[int], None]) -> None:
+def test_an_out_of_memory_kill(
+    executor: HetSlurmExecutor, tmp_path: Path, memory_limit: Callable[[int], None]
+) -> None:
     job = executor.submit(grows_on_rank_4, tmp_path)
     while not (tmp_path / "pid").exists():
         assert not job.done()
@@ -174,7 +205,9 @@ def test_scancel(executor: HetSlurmExecutor) -> None:
     job.cancel()
     assert "is CANCELLED" in str(job.exception())
     assert job.state == "CANCELLED"
-    listed = subprocess.run(["squeue", "-h", "-j", job.job_id, "-t", "RUNNING,PENDING"], capture_output=True, text=True)
+    listed = subprocess.run(
+        ["squeue", "-h", "-j", job.job_id, "-t", "RUNNING,PENDING"], capture_output=True, text=True
+    )
     assert listed.stdout == ""
 
 
@@ -233,7 +266,9 @@ def test_from_the_command_line(executor: HetSlurmExecutor, tmp_path: Path) -> No
     ]
     code = "import os, sys; rank = os.environ['SLURM_PROCID']; print('rank', rank); sys.exit(3 * (rank == sys.argv[1]))"
     good, bad = (
-        subprocess.run([*command, "python", "-c", code, failing], cwd=tmp_path, capture_output=True, text=True)
+        subprocess.run(
+            [*command, "python", "-c", code, failing], cwd=tmp_path, capture_output=True, text=True
+        )
         for failing in ("none", "2")
     )
     assert good.returncode == 0, good.stderr

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from ddp_slurm.cluster import Cluster
+from ddp_slurm.job.options import JobOptions
 from ddp_slurm.lab import Lab
-from ddp_slurm.options import JobOptions
 from ddp_slurm.plan import make_plan
 from ddp_slurm.render import render_sbatch
 
@@ -24,9 +24,14 @@ ROOT = Path(__file__).parents[2]
 RunJob = Callable[..., FinishedJob]
 
 UNEVEN_TABLE = [
-    ("0", "gamma", "0"), ("1", "beta", "0"), ("2", "beta", "1"),
-    ("3", "alpha", "0"), ("4", "alpha", "1"), ("5", "alpha", "2"), ("6", "alpha", "3"),
-]  # fmt: skip
+    ("0", "gamma", "0"),
+    ("1", "beta", "0"),
+    ("2", "beta", "1"),
+    ("3", "alpha", "0"),
+    ("4", "alpha", "1"),
+    ("5", "alpha", "2"),
+    ("6", "alpha", "3"),
+]
 
 REPORT = """
 import json, os, socket
@@ -64,7 +69,10 @@ def small_cifar10(tmp_path: Path) -> Path:
     arrays: dict[str, Any] = dict(np.load(real)) if real else {}
     for split, count in (("train", 300), ("test", 100)):
         labels = arrays.get(f"{split}_labels", random.integers(0, 10, count, np.uint8))[:count]
-        made_up = random.integers(0, 64, (count, 32, 32, 3), np.uint8) + (labels * 19)[:, None, None, None]
+        made_up = (
+            random.integers(0, 64, (count, 32, 32, 3), np.uint8)
+            + (labels * 19)[:, None, None, None]
+        )
         arrays[f"{split}_images"] = arrays.get(f"{split}_images", made_up)[:count]
         arrays[f"{split}_labels"] = labels
     path = tmp_path / "images.npz"
@@ -74,20 +82,31 @@ def small_cifar10(tmp_path: Path) -> Path:
 
 def sbatch_example(lab: Lab, name: str, folder: Path, environ: dict[str, str]) -> FinishedJob:
     """``cd FOLDER && sbatch test.sh``, as a user types it."""
-    done = lab.run(["sbatch", "--parsable", "test.sh"], cwd=folder, env=environ, capture_output=True, text=True)
+    done = lab.run(
+        ["sbatch", "--parsable", "test.sh"], cwd=folder, env=environ, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     job_id = int(done.stdout)
     state = wait_for_job(lab, job_id)
     return FinishedJob(job_id, state, (folder / f"{name}-{job_id}.out").read_text())
 
 
-@pytest.mark.parametrize(("example", "name"), [("synthetic_data_example", "synthetic"), ("cifar10_example", "cifar10")])
+@pytest.mark.parametrize(
+    ("example", "name"), [("synthetic_data_example", "synthetic"), ("cifar10_example", "cifar10")]
+)
 def test_sbatch_in_an_examples_folder_trains_to_the_end(
-    live_lab: Lab, tmp_path: Path, clean_environ: dict[str, str], python_first: dict[str, str], small_cifar10: Path,
-    example: str, name: str,
-) -> None:  # fmt: skip
+    live_lab: Lab,
+    tmp_path: Path,
+    clean_environ: dict[str, str],
+    python_first: dict[str, str],
+    small_cifar10: Path,
+    example: str,
+    name: str,
+) -> None:
     folder = tmp_path / "an example's folder"
-    shutil.copytree(ROOT / example, folder, ignore=shutil.ignore_patterns("*.pt*", "*.out", "ddp_slurm_runs"))
+    shutil.copytree(
+        ROOT / example, folder, ignore=shutil.ignore_patterns("*.pt*", "*.out", "ddp_slurm_runs")
+    )
     shutil.copy(small_cifar10, folder / "cifar10.npz")
     job = sbatch_example(live_lab, name, folder, {**clean_environ, **python_first})
     assert job.state == "COMPLETED", job.output
@@ -107,7 +126,9 @@ def run_plan(lab: Lab, run_job: RunJob, tmp_path: Path, cluster: str, script: st
 
 def reports(job: FinishedJob) -> list[dict[str, Any]]:
     assert job.state == "COMPLETED", job.output
-    found = [json.loads(line.partition(": ")[2]) for line in job.output.splitlines() if ": {" in line]
+    found = [
+        json.loads(line.partition(": ")[2]) for line in job.output.splitlines() if ": {" in line
+    ]
     return sorted(found, key=lambda report: int(report["rank"]))
 
 
@@ -120,7 +141,10 @@ CLUSTERS = {
         "nodes:\n  - {name: z1, gpus: 1}\n  - {name: 'b[1-2]', gpus: {type: v100, count: 2}}\n",
         [("z1", "0"), *[("b1", "0,1")] * 2, *[("b2", "0,1")] * 2],
     ),
-    "homogeneous": ("nodes:\n  - {name: 'n[9-10]', gpus: 2}\n", [*[("n9", "0,1")] * 2, *[("n10", "0,1")] * 2]),
+    "homogeneous": (
+        "nodes:\n  - {name: 'n[9-10]', gpus: 2}\n",
+        [*[("n9", "0,1")] * 2, *[("n10", "0,1")] * 2],
+    ),
 }
 
 
@@ -144,18 +168,28 @@ def test_ranks_are_where_the_plan_says(
     ]
 
 
-def test_a_dead_rank_ends_all_and_the_job_has_failed(live_lab: Lab, run_job: RunJob, tmp_path: Path) -> None:
-    script = "import os, sys, time\nif os.environ['SLURM_PROCID'] == '4': sys.exit(3)\ntime.sleep(170)\n"
-    job = run_plan(live_lab, run_job, tmp_path, (ROOT / "cifar10_example/cluster.yaml").read_text(), script)
+def test_a_dead_rank_ends_all_and_the_job_has_failed(
+    live_lab: Lab, run_job: RunJob, tmp_path: Path
+) -> None:
+    script = (
+        "import os, sys, time\nif os.environ['SLURM_PROCID'] == '4': sys.exit(3)\ntime.sleep(170)\n"
+    )
+    job = run_plan(
+        live_lab, run_job, tmp_path, (ROOT / "cifar10_example/cluster.yaml").read_text(), script
+    )
     assert job.state == "FAILED", "the time limit of 3 minutes would read TIMEOUT"
-    assert "alpha: task 1: Exited with exit code 3" in job.output, "srun counts tasks within a component"
+    assert "alpha: task 1: Exited with exit code 3" in job.output, (
+        "srun counts tasks within a component"
+    )
 
 
 def test_started_without_srun_it_says_so_at_once(
     live_lab: Lab, run_job: RunJob, tmp_path: Path, python_first: dict[str, str]
 ) -> None:
     train = ROOT / "synthetic_data_example/train.py"
-    job = run_job(live_lab, f"#!/bin/bash\nexec python {train} 1 1\n", "--ntasks=2", env=python_first)
+    job = run_job(
+        live_lab, f"#!/bin/bash\nexec python {train} 1 1\n", "--ntasks=2", env=python_first
+    )
     assert job.state == "FAILED"
     assert "not inside an srun step" in job.output
     assert "srun python -m ddp_slurm.run" in job.output

@@ -36,7 +36,9 @@ def machine_name() -> Iterator[str]:
 
 
 @pytest.fixture
-def run_on_machine(machine_name: str, tmp_path: Path) -> Callable[..., "subprocess.CompletedProcess[str]"]:
+def run_on_machine(
+    machine_name: str, tmp_path: Path
+) -> Callable[..., "subprocess.CompletedProcess[str]"]:
     """``run_on_machine(release, program, slurmdbd=False)``: a machine with the files of its own cluster.yaml; the
     daemons' logs are in ``tmp_path / "out"``."""
     if not shutil.which("setpriv"):
@@ -46,19 +48,44 @@ def run_on_machine(machine_name: str, tmp_path: Path) -> Callable[..., "subproce
         release: tuple[str, Path | None], program: str, *, slurmdbd: bool = False
     ) -> "subprocess.CompletedProcess[str]":
         version, root = release
-        memory_mb = schedulable_memory_mb(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20)
+        memory_mb = schedulable_memory_mb(
+            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
+        )
         file, conf, out = tmp_path / "cluster.yaml", tmp_path / "conf", tmp_path / "out"
         file.write_text(
             f"nodes:\n  - {{name: {machine_name}, gpus: {{type: titan, count: 2}}, cpus: {os.cpu_count()}, "
             f"memory: {memory_mb}M, features: [cc75]}}\n"
         )
-        write_configs(render_configs(Cluster.load(file), slurm_version=version, slurmdbd=slurmdbd), conf)
+        write_configs(
+            render_configs(Cluster.load(file), slurm_version=version, slurmdbd=slurmdbd), conf
+        )
         out.mkdir()
-        command = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child", "sh"]
+        command = [
+            "unshare",
+            "--net",
+            "--mount",
+            "--uts",
+            "--pid",
+            "--fork",
+            "--mount-proc",
+            "--kill-child",
+            "sh",
+        ]
         script = Path(__file__).parent / "machine.sh"
-        arguments = [machine_name, ADDRESS, str(root or "/"), str(conf), str(out), "sh", "-ec", program]
+        arguments = [
+            machine_name,
+            ADDRESS,
+            str(root or "/"),
+            str(conf),
+            str(out),
+            "sh",
+            "-ec",
+            program,
+        ]
         environ = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
-        return subprocess.run([*command, str(script), *arguments], env=environ, capture_output=True, text=True)
+        return subprocess.run(
+            [*command, str(script), *arguments], env=environ, capture_output=True, text=True
+        )
 
     return run
 
@@ -73,11 +100,21 @@ def test_a_machine_set_up_with_the_files(
     done = run_on_machine(release, PROGRAM)
     assert done.returncode == 0, done.stdout + done.stderr
     assert complaints(tmp_path / "out") == []
-    for setting in ("proctrack/cgroup", "task/affinity", "task/cgroup", "slurm(", "select/cons_tres"):
+    for setting in (
+        "proctrack/cgroup",
+        "task/affinity",
+        "task/cgroup",
+        "slurm(",
+        "select/cons_tres",
+    ):
         assert setting in done.stdout
     assert "gres.conf" in done.stdout, "slurmd has fetched the files from slurmctld"
     # Both tasks may open the GPU of their job (that there is no driver behind it is another fault), but not the other.
-    devices = [line.removeprefix("device: ") for line in done.stdout.splitlines() if line.startswith("device: ")]
+    devices = [
+        line.removeprefix("device: ")
+        for line in done.stdout.splitlines()
+        if line.startswith("device: ")
+    ]
     assert sorted(devices) == ["No such device or address"] * 2 + ["Operation not permitted"] * 2
     assert done.stdout.count("visible: 0") == 2
 
@@ -97,9 +134,13 @@ def test_accounting_with_the_database_file(
     complaints: Callable[[Path], list[str]],
 ) -> None:
     """On this machine's own release: a job and its GPUs are in the database."""
-    if not shutil.which("mariadbd", path="/usr/sbin") or not shutil.which("slurmdbd", path="/usr/sbin"):
+    if not shutil.which("mariadbd", path="/usr/sbin") or not shutil.which(
+        "slurmdbd", path="/usr/sbin"
+    ):
         pytest.skip("no mariadb-server and slurmdbd here")
-    version = subprocess.run(["/usr/sbin/slurmd", "-V"], capture_output=True, text=True, check=True).stdout.strip()
+    version = subprocess.run(
+        ["/usr/sbin/slurmd", "-V"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     done = run_on_machine((version, None), ACCOUNTING, slurmdbd=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "gres/gpu=2" in done.stdout

@@ -10,5 +10,7 @@ import pytest
 def _torch_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """torch._dynamo, which the worlds' server loads, makes a folder of its own for every user of a machine."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(os.environ, "TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        patch.setitem(
+            os.environ, "TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor"))
+        )
         yield

@@ -16,7 +16,9 @@ def test_a_rank_without_samples_still_gives_ddp_an_input_to_move() -> None:
     loss.backward()
     assert [len(inputs) for inputs in seen] == [1]
     assert loss.item() == 0
-    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+    assert all(
+        parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters()
+    )
     assert torch.equal(model[1].running_mean, statistics), "the model's own forward did not run"
     assert model(torch.ones(4, 3)).shape == (4, 2), "and it is back in its place"
 

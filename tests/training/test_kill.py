@@ -61,9 +61,16 @@ def test_fifty_kills(tmp_path: Path, uninterrupted: list[Report]) -> None:
     """Lives of random length, one after another: rank 0 dies in a step, write, fsync or rename, or rank 1 in a step."""
     chance = random.Random(2026)
     total, kinds, chain = 0, Counter[str](), 0
-    latest = {"step": 8, "write": 300, "fsync": 8, "replace": 8}  # within the first two or three snapshots of a life
+    latest = {
+        "step": 8,
+        "write": 300,
+        "fsync": 8,
+        "replace": 8,
+    }  # within the first two or three snapshots of a life
     moments = uninterrupted[0].moments
-    assert {"write", "before fsync", "after fsync", "before replace", "after replace"} <= set(moments)
+    assert {"write", "before fsync", "after fsync", "before replace", "after replace"} <= set(
+        moments
+    )
     before_rename = {earlier for earlier, name in pairwise(moments) if name == "before replace"}
     assert before_rename == {"after fsync", "after replace"}  # on the disk before it gets its name
     while total < 52:
@@ -97,9 +104,13 @@ def test_a_damaged_snapshot_after_a_kill_within_a_write_gives_way_to_the_one_bef
 ) -> None:
     """Two files are whole after steps 2 and 4, rank 0 dies in the write of the third, and the second is damaged."""
     path, moments = tmp_path / "snapshot.pt", uninterrupted[0].moments
-    third_fsync = [place for place, name in enumerate(moments) if name == "before fsync"][4]  # two a snapshot
+    third_fsync = [place for place, name in enumerate(moments) if name == "before fsync"][
+        4
+    ]  # two a snapshot
     writes = moments[:third_fsync].count("write") - 1
-    with world(tmp_path / "killed", TASKS, train, Run(SHARES, path, kill=(0, "write", writes))) as running:
+    with world(
+        tmp_path / "killed", TASKS, train, Run(SHARES, path, kill=(0, "write", writes))
+    ) as running:
         assert finish(running) is None
     assert path.with_name(".snapshot.pt.writing").exists()
     whole = path.read_bytes()
@@ -114,15 +125,21 @@ def test_a_damaged_snapshot_after_a_kill_within_a_write_gives_way_to_the_one_bef
     assert_same_end(reports, uninterrupted)
 
 
-def test_a_full_disk_costs_the_steps_since_the_last_snapshot_only(tmp_path: Path, uninterrupted: list[Report]) -> None:
+def test_a_full_disk_costs_the_steps_since_the_last_snapshot_only(
+    tmp_path: Path, uninterrupted: list[Report]
+) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True, text=True)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True, text=True
+    )
     if made.returncode:
         pytest.skip(f"cannot mount a small file system: {made.stderr.strip()}")
     try:
         path = disk / "snapshot.pt"
-        with world(tmp_path / "killed", TASKS, train, Run(SHARES, path, kill=(1, "step", 15))) as running:
+        with world(
+            tmp_path / "killed", TASKS, train, Run(SHARES, path, kill=(1, "step", 15))
+        ) as running:
             assert finish(running) is None  # rank 1 died after seven steps
         filler = disk / "filler"
         with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -133,7 +150,9 @@ def test_a_full_disk_costs_the_steps_since_the_last_snapshot_only(tmp_path: Path
             assert all(status not in (0, None) for status in running.wait())
             log = running.log(0)
         assert "warning: cannot write the snapshot" in log
-        assert "epoch 3/3" in log  # the training went on to its end, and the failure of the last snapshot is an error
+        assert (
+            "epoch 3/3" in log
+        )  # the training went on to its end, and the failure of the last snapshot is an error
         assert "rank 0 on" in log.splitlines()[-1]
         assert "cannot write the snapshot" in log.splitlines()[-1]
         filler.unlink()

@@ -7,19 +7,39 @@ import sys
 import pytest
 
 UNEVEN = {
-    "RANK": "5", "LOCAL_RANK": "2", "WORLD_SIZE": "7", "LOCAL_WORLD_SIZE": "4", "NODE_RANK": "2", "GROUP_RANK": "2",
-    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "TORCHELASTIC_RUN_ID": "x", "DDP_SLURM_TASKS_PER_NODE": "1,2,4",
-}  # fmt: skip
+    "RANK": "5",
+    "LOCAL_RANK": "2",
+    "WORLD_SIZE": "7",
+    "LOCAL_WORLD_SIZE": "4",
+    "NODE_RANK": "2",
+    "GROUP_RANK": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29511",
+    "TORCHELASTIC_RUN_ID": "x",
+    "DDP_SLURM_TASKS_PER_NODE": "1,2,4",
+}
 EVEN = {
-    **UNEVEN, "RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1",
-    "GROUP_RANK": "1", "DDP_SLURM_TASKS_PER_NODE": "2(x2)",
-}  # fmt: skip
+    **UNEVEN,
+    "RANK": "2",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "NODE_RANK": "1",
+    "GROUP_RANK": "1",
+    "DDP_SLURM_TASKS_PER_NODE": "2(x2)",
+}
 
 
 def python(code: str, environ: dict[str, str]) -> "subprocess.CompletedProcess[str]":
     """In a process of its own: the plug-in changes Lightning's classes."""
-    kept = {name: value for name, value in os.environ.items() if name not in UNEVEN and not name.startswith("SLURM_")}
-    return subprocess.run([sys.executable, "-c", code], env={**kept, **environ}, capture_output=True, text=True)
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in UNEVEN and not name.startswith("SLURM_")
+    }
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**kept, **environ}, capture_output=True, text=True
+    )
 
 
 REPORT = """
@@ -44,7 +64,10 @@ def test_in_an_uneven_world_the_launcher_counts() -> None:
 
 def test_in_an_even_world_lightnings_own_check_stays() -> None:
     done = python(REPORT, EVEN)
-    assert "Trainer(devices=1, num_nodes=3) makes 3 ranks, the launcher started 4, 2 on this node" in done.stderr
+    assert (
+        "Trainer(devices=1, num_nodes=3) makes 3 ranks, the launcher started 4, 2 on this node"
+        in done.stderr
+    )
     assert "{'num_replicas': 3, 'rank': 2}" in done.stdout
 
 
@@ -56,7 +79,9 @@ print("trained")
 """
 
 
-@pytest.mark.parametrize(("environ", "words"), [(UNEVEN, "the Trainer has 1 ranks, the launcher started 7"), ({}, "")])
+@pytest.mark.parametrize(
+    ("environ", "words"), [(UNEVEN, "the Trainer has 1 ranks, the launcher started 7"), ({}, "")]
+)
 def test_a_trainer_that_would_train_alone_says_so(environ: dict[str, str], words: str) -> None:
     done = python(ALONE, environ)
     assert words in done.stderr

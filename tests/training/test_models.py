@@ -2,7 +2,7 @@
 
 import torch
 
-from ddp_slurm.training.models import resnet18, small_resnet, to_channels_last
+from ddp_slurm.examples.models import resnet18, small_resnet, to_channels_last
 
 
 def test_gradients_have_the_strides_of_their_parameters() -> None:
@@ -26,4 +26,7 @@ def test_the_layout_changes_no_value() -> None:
 
 def test_sizes_that_the_documentation_names() -> None:
     for make, millions in ((resnet18, 11.2), (small_resnet, 0.078)):
-        assert round(sum(p.numel() for p in make().parameters()) / 1e6, 3 if millions < 1 else 1) == millions
+        assert (
+            round(sum(p.numel() for p in make().parameters()) / 1e6, 3 if millions < 1 else 1)
+            == millions
+        )

@@ -31,11 +31,19 @@ def worst_error(found: Outcome, expected: Outcome) -> float:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"micro_batch": 20, "clip_norm": 0.3}, {"accumulate": 3, "micro_batch": 50, "clip_norm": 0.3}],
+    [
+        {},
+        {"micro_batch": 20, "clip_norm": 0.3},
+        {"accumulate": 3, "micro_batch": 50, "clip_norm": 0.3},
+    ],
     ids=["plain", "micro-batches, clipping", "accumulation over steps, micro-batches, clipping"],
 )
-def test_twenty_steps_equal_one_process(tmp_path: Path, dtype: torch.dtype, options: dict[str, float]) -> None:
-    case = Case(samples=800, shares=SHARES, steps=20, dtype=dtype, **options)  # 341, 341, 118 samples a step
+def test_twenty_steps_equal_one_process(
+    tmp_path: Path, dtype: torch.dtype, options: dict[str, float]
+) -> None:
+    case = Case(
+        samples=800, shares=SHARES, steps=20, dtype=dtype, **options
+    )  # 341, 341, 118 samples a step
     expected = train_alone(case)
     for found in run_world(tmp_path, TASKS, compare, case):
         assert worst_error(found, expected) < TOLERANCE[dtype]
@@ -71,7 +79,9 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(cases())
 def test_any_world_shares_and_data_set_equal_one_process(service: World, case: Case) -> None:
     for pipe in service.pipes:

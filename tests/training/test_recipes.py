@@ -19,7 +19,16 @@ def run(folder: Path, recipe: str, *options: str) -> dict[int, str]:
     (folder / "cluster.yaml").write_text(CLUSTER)
     (folder / "speeds.yaml").write_text(SPEEDS)
     (folder / "useless.yaml").write_text(USELESS)
-    command = [sys.executable, "-m", "ddp_slurm.submit", "--backend", "local", *options, "--", str(RECIPES / recipe)]
+    command = [
+        sys.executable,
+        "-m",
+        "ddp_slurm.submit",
+        "--backend",
+        "local",
+        *options,
+        "--",
+        str(RECIPES / recipe),
+    ]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -33,7 +42,9 @@ def parameters(text: str) -> list[float]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The parameters that one process ends with."""
-    found = run(tmp_path_factory.mktemp("alone"), "sampler.py", "--gpus", "1", "--global-batch-size", "112")
+    found = run(
+        tmp_path_factory.mktemp("alone"), "sampler.py", "--gpus", "1", "--global-batch-size", "112"
+    )
     assert found[0].endswith(f"seen={15 * 1120}")
     return parameters(found[0])
 

@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from ddp_slurm.training import BalancedIterable, BalancedSampler, BalanceError
-from ddp_slurm.training.sampler import seed_of
+from ddp_slurm.training.uneven.sampler import seed_of
 
 shares = st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(any)
 lengths = st.integers(0, 200)
 
 
-def epoch_of(length: int, shares: list[int], epoch: int, first: int = 0, **options: bool) -> list[list[list[int]]]:
+def epoch_of(
+    length: int, shares: list[int], epoch: int, first: int = 0, **options: bool
+) -> list[list[list[int]]]:
     """Per rank, per step, the indices."""
     ranks = []
     for rank in range(len(shares)):
@@ -33,12 +35,16 @@ def in_order(ranks: list[list[list[int]]]) -> list[int]:
 @given(lengths, shares, st.integers(0, 5))
 def test_every_index_once_in_equally_many_steps(length: int, shares: list[int], epoch: int) -> None:
     ranks = epoch_of(length, shares, epoch)
-    assert {len(steps) for steps in ranks} == {-(-length // sum(shares))}  # zip(strict) above needs it too
+    assert {len(steps) for steps in ranks} == {
+        -(-length // sum(shares))
+    }  # zip(strict) above needs it too
     assert sorted(in_order(ranks)) == list(range(length))
 
 
 @given(lengths, shares)
-def test_shares_hold_in_each_whole_batch_and_the_last_is_in_proportion(length: int, shares: list[int]) -> None:
+def test_shares_hold_in_each_whole_batch_and_the_last_is_in_proportion(
+    length: int, shares: list[int]
+) -> None:
     total = sum(shares)
     for rank, steps in enumerate(epoch_of(length, shares, 0)):
         whole, rest = divmod(length, total)
@@ -48,7 +54,9 @@ def test_shares_hold_in_each_whole_batch_and_the_last_is_in_proportion(length: i
 
 
 @given(lengths, shares, shares, st.integers(0, 3))
-def test_the_order_knows_no_ranks(length: int, one: list[int], other: list[int], epoch: int) -> None:
+def test_the_order_knows_no_ranks(
+    length: int, one: list[int], other: list[int], epoch: int
+) -> None:
     assert in_order(epoch_of(length, one, epoch)) == in_order(epoch_of(length, other, epoch))
 
 
@@ -123,7 +131,10 @@ class Stream:
 
 @given(lengths, shares)
 def test_a_stream_is_shared_out_like_a_data_set(length: int, shares: list[int]) -> None:
-    parts = [list(BalancedIterable(Stream(length), shares, rank, collate=list)) for rank in range(len(shares))]
+    parts = [
+        list(BalancedIterable(Stream(length), shares, rank, collate=list))
+        for rank in range(len(shares))
+    ]
     steps = list(zip(*parts, strict=True))
     assert [i for step in steps for batch, _, _ in step for i in batch or []] == list(range(length))
     for step in steps:
@@ -133,7 +144,9 @@ def test_a_stream_is_shared_out_like_a_data_set(length: int, shares: list[int]) 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_keeps_its_order_over_loader_workers(workers: int) -> None:
-    loader = DataLoader(BalancedIterable(Stream(101), [5, 7], 1), batch_size=None, num_workers=workers)
+    loader = DataLoader(
+        BalancedIterable(Stream(101), [5, 7], 1), batch_size=None, num_workers=workers
+    )
     found = [batch.tolist() for batch, _, _ in loader]
     expected = [list(range(12 * step + 5, 12 * step + 12)) for step in range(8)]
     assert found == [*expected, [98, 99, 100]]  # of the last five, shared out 2 and 3

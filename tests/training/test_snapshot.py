@@ -22,7 +22,11 @@ from .worlds import run_world
 
 
 def state(number: int, size: int = 1000) -> dict[str, Any]:
-    return {"step": number, "model": {"weight": torch.full((size,), float(number))}, "ranks": [None, (1, "a", True)]}
+    return {
+        "step": number,
+        "model": {"weight": torch.full((size,), float(number))},
+        "ranks": [None, (1, "a", True)],
+    }
 
 
 @pytest.fixture
@@ -45,7 +49,10 @@ def test_the_newest_is_loaded_and_the_previous_one_kept(snapshot: Snapshot) -> N
     assert step(snapshot) == 2
     assert snapshot.warnings == []
     assert step(Snapshot(snapshot.previous)) == 1
-    assert sorted(p.name for p in snapshot.path.parent.iterdir()) == ["snap shot.pt", "snap shot.pt.previous"]
+    assert sorted(p.name for p in snapshot.path.parent.iterdir()) == [
+        "snap shot.pt",
+        "snap shot.pt.previous",
+    ]
 
 
 def test_no_file_is_no_snapshot(tmp_path: Path) -> None:
@@ -54,16 +61,24 @@ def test_no_file_is_no_snapshot(tmp_path: Path) -> None:
 
 def test_torch_alone_reads_it(snapshot: Snapshot) -> None:
     content = torch.load(snapshot.path, weights_only=True)
-    assert (content["format"], content["version"], content["state"]["step"]) == ("ddp_slurm snapshot", 1, 2)
+    assert (content["format"], content["version"], content["state"]["step"]) == (
+        "ddp_slurm snapshot",
+        1,
+        2,
+    )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.data())
 def test_any_damage_is_noticed(snapshot: Snapshot, data: st.DataObject) -> None:
     whole = snapshot.path.read_bytes()
     place = data.draw(st.integers(0, len(whole) - 1))
     kind = data.draw(st.sampled_from(["flip", "cut"]))
-    damaged = whole[:place] + (bytes([whole[place] ^ 0x41]) + whole[place + 1 :] if kind == "flip" else b"")
+    damaged = whole[:place] + (
+        bytes([whole[place] ^ 0x41]) + whole[place + 1 :] if kind == "flip" else b""
+    )
     try:
         snapshot.path.write_bytes(damaged)
         # A byte that no reader looks at (padding between the records) may be anything; the values may not.
@@ -81,12 +96,20 @@ def test_any_damage_is_noticed(snapshot: Snapshot, data: st.DataObject) -> None:
         (b"#!/bin/sh\n", "is damaged or no snapshot"),
         ({"model": {}}, "is no snapshot of ddp_slurm (a torch file of another program)"),
         ([1, 2], "is no snapshot of ddp_slurm (a torch file of another program)"),
-        ({"format": "ddp_slurm snapshot", "version": 99, "state": {}}, "has snapshot version 99, this program reads 1"),
-        (Path("/"), "is no snapshot of ddp_slurm (UnpicklingError)"),  # a pickle that would run code
+        (
+            {"format": "ddp_slurm snapshot", "version": 99, "state": {}},
+            "has snapshot version 99, this program reads 1",
+        ),
+        (
+            Path("/"),
+            "is no snapshot of ddp_slurm (UnpicklingError)",
+        ),  # a pickle that would run code
     ],
     ids=["empty", "text", "another program's", "a list", "of the future", "a pickled object"],
 )
-def test_a_foreign_file_gives_way_or_is_refused(snapshot: Snapshot, content: object, words: str) -> None:
+def test_a_foreign_file_gives_way_or_is_refused(
+    snapshot: Snapshot, content: object, words: str
+) -> None:
     if isinstance(content, bytes):
         snapshot.path.write_bytes(content)
     else:
@@ -97,7 +120,9 @@ def test_a_foreign_file_gives_way_or_is_refused(snapshot: Snapshot, content: obj
     with pytest.raises(SnapshotError) as caught:
         snapshot.load()
     assert words in str(caught.value)
-    assert "No snapshot to resume from: move the file away, or name another path" in str(caught.value)
+    assert "No snapshot to resume from: move the file away, or name another path" in str(
+        caught.value
+    )
 
 
 def test_a_lost_current_file_gives_way_to_the_previous(snapshot: Snapshot) -> None:
@@ -105,7 +130,9 @@ def test_a_lost_current_file_gives_way_to_the_previous(snapshot: Snapshot) -> No
     assert step(snapshot) == 1
 
 
-@pytest.mark.parametrize("value", [{1, 2}, torch.nn.Linear(1, 1), [lambda: None], {"a": {Path("/"): 1}}])
+@pytest.mark.parametrize(
+    "value", [{1, 2}, torch.nn.Linear(1, 1), [lambda: None], {"a": {Path("/"): 1}}]
+)
 def test_what_could_not_be_read_back_is_not_written(snapshot: Snapshot, value: object) -> None:
     with pytest.raises(SnapshotError, match=r"a snapshot cannot hold (key of )?state\['bad'\]"):
         snapshot.save({"bad": value})
@@ -136,7 +163,9 @@ Pair = collections.namedtuple("Pair", ["x", "y"])
         (collections.defaultdict(list, {"a": (Kind.ONE, True, None)}), {"a": (1, True, None)}),
     ],
 )
-def test_kinds_of_plain_values_are_written_as_plain_ones(snapshot: Snapshot, value: object, read: object) -> None:
+def test_kinds_of_plain_values_are_written_as_plain_ones(
+    snapshot: Snapshot, value: object, read: object
+) -> None:
     snapshot.save({"value": value})
     loaded = Snapshot(snapshot.path).load()
     assert loaded is not None
@@ -163,7 +192,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 64 KiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True, text=True)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True, text=True
+    )
     if made.returncode:
         pytest.skip(f"cannot mount a small file system: {made.stderr.strip()}")
     yield folder
@@ -174,10 +205,15 @@ def test_a_full_disk_leaves_what_is_there(small_disk: Path) -> None:
     snapshot = Snapshot(small_disk / "snapshot.pt")
     snapshot.save(state(1))
     snapshot.save(state(2))
-    with pytest.raises(SnapshotError, match=r"cannot write the snapshot .*; the one before it stays"):
+    with pytest.raises(
+        SnapshotError, match=r"cannot write the snapshot .*; the one before it stays"
+    ):
         snapshot.save(state(3, size=50_000))
     assert step(snapshot) == 2
-    assert sorted(path.name for path in small_disk.iterdir()) == ["snapshot.pt", "snapshot.pt.previous"]
+    assert sorted(path.name for path in small_disk.iterdir()) == [
+        "snapshot.pt",
+        "snapshot.pt.previous",
+    ]
     snapshot.save(state(4))  # and the next one fits again
     assert step(snapshot) == 4
 
@@ -204,9 +240,9 @@ def test_a_path_below_a_file_is_a_fault_with_a_message(tmp_path: Path) -> None:
 def test_only_rank_0_has_the_file_and_all_ranks_the_state(tmp_path: Path) -> None:
     Snapshot(tmp_path / "rank0" / "snapshot.pt").save(state(7, size=100_000))
     found = run_world(tmp_path / "logs", (1, 2), load_on_every_rank, tmp_path)
-    assert [(kind, value["step"], value["model"]["weight"].sum().item()) for kind, value in found] == [
-        ("state", 7, 700_000.0)
-    ] * 3
+    assert [
+        (kind, value["step"], value["model"]["weight"].sum().item()) for kind, value in found
+    ] == [("state", 7, 700_000.0)] * 3
 
 
 def test_a_group_is_made_where_the_default_one_only_knows_gpus(tmp_path: Path) -> None:
@@ -225,4 +261,6 @@ def test_a_snapshot_that_rank_0_cannot_use_is_a_fault_on_every_rank(tmp_path: Pa
 
 
 def test_no_snapshot_is_none_on_every_rank(tmp_path: Path) -> None:
-    assert run_world(tmp_path / "logs", (1, 1), load_on_every_rank, tmp_path) == [("state", None)] * 2
+    assert (
+        run_world(tmp_path / "logs", (1, 1), load_on_every_rank, tmp_path) == [("state", None)] * 2
+    )

@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 
 from ddp_slurm.rank_env import LaunchError, RankEnv
-from ddp_slurm.training.precision import Precision
-from ddp_slurm.training.startup_check import RankFacts, check_launch, facts_from_dict, facts_to_dict, find_faults
+from ddp_slurm.training.process_group.startup_check import (
+    RankFacts,
+    check_launch,
+    facts_from_dict,
+    facts_to_dict,
+    find_faults,
+)
+from ddp_slurm.training.trainer.precision import Precision
 
 from .workers import (
     be_late,
@@ -27,10 +33,20 @@ from .workers import (
 from .worlds import PATIENCE_SECONDS, free_port, run_world, tell, world
 
 FACT = RankFacts(
-    rank=0, local_rank=0, node_rank=0, world_size=3, host="gamma", node_name="gamma", host_address="198.18.0.3",
-    visible_gpus=1, device_index=0, device_name="NVIDIA TITAN V", gpu_uuid="GPU-0", compute_capability=(7, 0),
+    rank=0,
+    local_rank=0,
+    node_rank=0,
+    world_size=3,
+    host="gamma",
+    node_name="gamma",
+    host_address="198.18.0.3",
+    visible_gpus=1,
+    device_index=0,
+    device_name="NVIDIA TITAN V",
+    gpu_uuid="GPU-0",
+    compute_capability=(7, 0),
     socket_interface="",
-)  # fmt: skip
+)
 
 
 def facts(*changes: dict[str, object]) -> list[RankFacts]:
@@ -38,11 +54,21 @@ def facts(*changes: dict[str, object]) -> list[RankFacts]:
     good: list[dict[str, object]] = [
         {},
         {"rank": 1, "node_rank": 1, "host": "beta", "node_name": "beta", "gpu_uuid": "GPU-1"},
-        {"rank": 2, "node_rank": 1, "local_rank": 1, "host": "beta", "node_name": "beta", "gpu_uuid": "GPU-2",
-         "device_index": 1},
-    ]  # fmt: skip
+        {
+            "rank": 2,
+            "node_rank": 1,
+            "local_rank": 1,
+            "host": "beta",
+            "node_name": "beta",
+            "gpu_uuid": "GPU-2",
+            "device_index": 1,
+        },
+    ]
     good[1]["visible_gpus"] = good[2]["visible_gpus"] = 2
-    return [dataclasses.replace(FACT, **{**g, **c}) for g, c in zip(good, [*changes, {}, {}, {}][:3], strict=True)]
+    return [
+        dataclasses.replace(FACT, **{**g, **c})
+        for g, c in zip(good, [*changes, {}, {}, {}][:3], strict=True)
+    ]
 
 
 PLAN = {"DDP_SLURM_TASKS_PER_NODE": "1,2"}
@@ -66,7 +92,11 @@ PLAN = {"DDP_SLURM_TASKS_PER_NODE": "1,2"}
             {"DDP_SLURM_TASKS_PER_NODE": "1,2,4"},
             ["node 2 (no host): expected 4 ranks (DDP_SLURM_TASKS_PER_NODE=1,2,4), found 0: []"],
         ),
-        (facts({}, {"world_size": 7}), PLAN, ["rank 1 on beta: has world size 7, expected 3 as on rank 0"]),
+        (
+            facts({}, {"world_size": 7}),
+            PLAN,
+            ["rank 1 on beta: has world size 7, expected 3 as on rank 0"],
+        ),
         (
             facts({}, {}, {"gpu_uuid": "GPU-1", "device_index": 0}),
             PLAN,
@@ -102,7 +132,11 @@ PLAN = {"DDP_SLURM_TASKS_PER_NODE": "1,2"}
         ),
         (facts({"host_address": "127.0.1.1", "socket_interface": "eno1"}), PLAN, []),
         (facts({"host_address": "fd00::5"}), PLAN, []),
-        ([dataclasses.replace(fact, host="one", host_address="127.0.1.1") for fact in facts()], PLAN, []),
+        (
+            [dataclasses.replace(fact, host="one", host_address="127.0.1.1") for fact in facts()],
+            PLAN,
+            [],
+        ),
     ],
 )
 def test_faults_of_a_world_that_has_met(
@@ -118,14 +152,25 @@ def test_facts_travel_unchanged() -> None:
 def test_a_master_that_resolves_to_the_rank_s_own_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, port: [(0, 0, 0, "", ("127.0.1.1", 0))])
     env = RankEnv(1, 0, 2, 1, 1, "alpha", 12345, 0)
-    with pytest.raises(LaunchError, match=r"rank 1 on .*: the host of rank 0, 'alpha', resolves to 127\.0\.1\.1 here"):
+    with pytest.raises(
+        LaunchError,
+        match=r"rank 1 on .*: the host of rank 0, 'alpha', resolves to 127\.0\.1\.1 here",
+    ):
         check_launch(env, {})
-    check_launch(dataclasses.replace(env, node_rank=0, rank=0), {})  # rank 0's own host may call itself that
-    check_launch(dataclasses.replace(env, master_addr="127.0.0.1"), {})  # meant so: all on this machine
+    check_launch(
+        dataclasses.replace(env, node_rank=0, rank=0), {}
+    )  # rank 0's own host may call itself that
+    check_launch(
+        dataclasses.replace(env, master_addr="127.0.0.1"), {}
+    )  # meant so: all on this machine
 
 
 def test_a_planned_world_meets(tmp_path: Path) -> None:
-    plan = {"DDP_SLURM_WORLD_SIZE": "7", "DDP_SLURM_TASKS_PER_NODE": "1,2,4", "DDP_SLURM_SHARES": "5,24(x2),72(x4)"}
+    plan = {
+        "DDP_SLURM_WORLD_SIZE": "7",
+        "DDP_SLURM_TASKS_PER_NODE": "1,2,4",
+        "DDP_SLURM_SHARES": "5,24(x2),72(x4)",
+    }
     found = run_world(tmp_path, (1, 2, 4), place, environ={**plan, "SLURMD_NODENAME": "node"})
     places = [f"rank {rank} on node" for rank in range(7)]
     assert found == [(7, "gloo", rank, places, [5, 24, 24, 72, 72, 72, 72]) for rank in range(7)]
@@ -134,16 +179,24 @@ def test_a_planned_world_meets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        ({"DDP_SLURM_WORLD_SIZE": "7"}, "expected a world of 7 ranks (DDP_SLURM_WORLD_SIZE, the plan), got 3"),
+        (
+            {"DDP_SLURM_WORLD_SIZE": "7"},
+            "expected a world of 7 ranks (DDP_SLURM_WORLD_SIZE, the plan), got 3",
+        ),
         (
             {"DDP_SLURM_TASKS_PER_NODE": "2,1"},
             "node 0 (here): expected 2 ranks (DDP_SLURM_TASKS_PER_NODE=2,1), found 1: [0]",
         ),
-        ({"MASTER_ADDR": "no-such-host.invalid"}, "the host of rank 0, 'no-such-host.invalid', does not resolve here"),
+        (
+            {"MASTER_ADDR": "no-such-host.invalid"},
+            "the host of rank 0, 'no-such-host.invalid', does not resolve here",
+        ),
         ({"SLURM_PROCID": "0", "LOCAL_RANK": ""}, "LOCAL_RANK='' is not a whole number"),
     ],
 )
-def test_an_unplanned_world_fails_on_every_rank(tmp_path: Path, environ: dict[str, str], expected: str) -> None:
+def test_an_unplanned_world_fails_on_every_rank(
+    tmp_path: Path, environ: dict[str, str], expected: str
+) -> None:
     found = run_world(tmp_path, (1, 2), join, environ={"SLURMD_NODENAME": "here", **environ})
     assert len(found) == 3
     for text in found:
@@ -163,9 +216,7 @@ def test_a_missing_rank_is_named_on_all_others(tmp_path: Path) -> None:
         return {**variables, "WORLD_SIZE": "5", "SLURMD_NODENAME": f"host{rank}"}
 
     found = run_world(tmp_path, (1, 2), join, 1.0, change=of_five)
-    expected = (
-        "expected 5 ranks within 1 s, found 3: rank 0 on host0, rank 1 on host1, rank 2 on host2; missing: [3, 4]"
-    )
+    expected = "expected 5 ranks within 1 s, found 3: rank 0 on host0, rank 1 on host1, rank 2 on host2; missing: [3, 4]"
     assert all(expected in text for text in found)
 
 
@@ -208,18 +259,29 @@ def test_no_answer_from_rank_0_and_a_port_that_is_taken(tmp_path: Path) -> None:
         ("kill", -signal.SIGKILL, None),
     ],
 )
-def test_a_rank_that_fails_ends_all(tmp_path: Path, how: str, status: int, words: str | None) -> None:
-    with world(tmp_path, (1, 2, 4), fail_at_three, how, environ={"SLURMD_NODENAME": "node"}) as running:
+def test_a_rank_that_fails_ends_all(
+    tmp_path: Path, how: str, status: int, words: str | None
+) -> None:
+    with world(
+        tmp_path, (1, 2, 4), fail_at_three, how, environ={"SLURMD_NODENAME": "node"}
+    ) as running:
         statuses = running.wait(PATIENCE_SECONDS)
         logs = [running.log(rank) for rank in range(7)]
     assert statuses[3] == status
-    assert all(other in ({status} if how != "kill" else {1}) for rank, other in enumerate(statuses) if rank != 3)
+    assert all(
+        other in ({status} if how != "kill" else {1})
+        for rank, other in enumerate(statuses)
+        if rank != 3
+    )
     if words is not None:
         assert words in logs[3]
         assert ("Traceback" in logs[3]) == (how == "raise")
     if how == "raise":
         for rank in (0, 1, 2, 4, 5, 6):
-            assert f"rank {rank} on node: ends, because rank 3 on node failed: ValueError: a bad sample" in logs[rank]
+            assert (
+                f"rank {rank} on node: ends, because rank 3 on node failed: ValueError: a bad sample"
+                in logs[rank]
+            )
             assert "Traceback" not in logs[rank]
 
 
@@ -236,7 +298,9 @@ def test_a_second_job_on_the_same_port_leaves_the_first_alone(tmp_path: Path) ->
 
 
 def test_a_world_by_hand_may_span_two_slurm_jobs(tmp_path: Path) -> None:
-    found = run_world(tmp_path, (1, 1), join, change=lambda rank, v: {**v, "SLURM_JOB_ID": str(rank)})
+    found = run_world(
+        tmp_path, (1, 1), join, change=lambda rank, v: {**v, "SLURM_JOB_ID": str(rank)}
+    )
     assert found == ["met", "met"]
 
 
@@ -246,9 +310,14 @@ def test_gloo_that_is_asked_for_leaves_the_gpus_alone(tmp_path: Path) -> None:
 
 
 def test_rank_0_waits_for_a_late_rank_and_ends_with_its_failure(tmp_path: Path) -> None:
-    with world(tmp_path, (2,), fail_after_rank_0_has_left, environ={"SLURMD_NODENAME": "node"}) as running:
+    with world(
+        tmp_path, (2,), fail_after_rank_0_has_left, environ={"SLURMD_NODENAME": "node"}
+    ) as running:
         assert running.wait(PATIENCE_SECONDS) == [1, 1]
-        assert "rank 0 on node: ends, because rank 1 on node failed: ValueError: the last" in running.log(0)
+        assert (
+            "rank 0 on node: ends, because rank 1 on node failed: ValueError: the last"
+            in running.log(0)
+        )
 
 
 def test_rank_0_waits_as_long_as_a_collective_would(tmp_path: Path) -> None:
@@ -265,6 +334,11 @@ def test_a_process_joins_one_world_only(tmp_path: Path, ranks: int) -> None:
 
 
 def test_a_failure_reaches_a_rank_outside_any_collective(tmp_path: Path) -> None:
-    with world(tmp_path, (2,), fail_without_collective, environ={"SLURMD_NODENAME": "node"}) as running:
+    with world(
+        tmp_path, (2,), fail_without_collective, environ={"SLURMD_NODENAME": "node"}
+    ) as running:
         assert running.wait(PATIENCE_SECONDS) == [1, 1]
-        assert "rank 0 on node: ends, because rank 1 on node failed: ValueError: a bad sample" in running.log(0)
+        assert (
+            "rank 0 on node: ends, because rank 1 on node failed: ValueError: a bad sample"
+            in running.log(0)
+        )

@@ -59,9 +59,17 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def test_the_gradient_that_is_clipped_is_not_the_scaled_one(tmp_path: Path) -> None:
     """fp16 multiplies the loss by 65,536: clipping before that is taken back would leave next to nothing of a step."""
-    settings = Run((2, 5), tmp_path / "s.pt", dtype=torch.float32, stateful=False,
-                   options={"precision": "fp16", "clip_norm": 0.2})  # fmt: skip
-    start, expected = flat(make_model(torch.float32).parameters()), reference(settings, clip_norm=0.2)
+    settings = Run(
+        (2, 5),
+        tmp_path / "s.pt",
+        dtype=torch.float32,
+        stateful=False,
+        options={"precision": "fp16", "clip_norm": 0.2},
+    )
+    start, expected = (
+        flat(make_model(torch.float32).parameters()),
+        reference(settings, clip_norm=0.2),
+    )
     for report in run(tmp_path, (1, 1), settings):
         assert relative_error(report.weights - start, expected - start) < 1e-2
 
@@ -85,30 +93,45 @@ def test_any_ranks_train_as_one_process_does(
 
 def test_resumed_on_five_ranks_after_seven(tmp_path: Path) -> None:
     """Stopped by a signal within an epoch, resumed on fewer ranks: each sample exactly once, and the same result."""
-    whole = Run((1, 2, 3, 6, 4, 0, 5), tmp_path / "s.pt", samples=200, epochs=2, stateful=False, save_every_steps=None)
+    whole = Run(
+        (1, 2, 3, 6, 4, 0, 5),
+        tmp_path / "s.pt",
+        samples=200,
+        epochs=2,
+        stateful=False,
+        save_every_steps=None,
+    )
     begun = run(tmp_path / "begun", (1, 2, 4), Run(**{**vars(whole), "usr2": (5, 4)}))
     stopped_after = begun[0].step
     assert {(report.finished, report.step) for report in begun} == {(False, stopped_after)}
     assert stopped_after in (4, 5, 6)  # the vote is counted a step after the signal
 
     resumed = run(tmp_path / "resumed", (2, 3), Run(**{**vars(whole), "shares": (9, 3, 3, 3, 3)}))
-    assert {(report.finished, report.step, report.first_step) for report in resumed} == {(True, 20, stopped_after)}
+    assert {(report.finished, report.step, report.first_step) for report in resumed} == {
+        (True, 20, stopped_after)
+    }
     # Every rank's source notes what it gave; the last batch of the stopped run was drawn but not trained on.
     first = [index for report in begun for step in report.seen[:stopped_after] for index in step]
     steps_left = 10 - stopped_after
     second = [index for report in resumed for step in report.seen[:steps_left] for index in step]
     assert sorted(first + second) == list(range(200))
-    next_epoch = [index for report in resumed for step in report.seen[steps_left:] for index in step]
+    next_epoch = [
+        index for report in resumed for step in report.seen[steps_left:] for index in step
+    ]
     assert sorted(next_epoch) == list(range(200))
     for report in resumed:
         assert relative_error(report.weights, reference(whole)) < 1e-6
 
 
-def test_a_signal_to_one_rank_stops_all_after_one_step_and_asks_for_a_requeue(tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_stops_all_after_one_step_and_asks_for_a_requeue(
+    tmp_path: Path,
+) -> None:
     marker = tmp_path / "requeue me"
     settings = Run((3, 5), tmp_path / "s.pt", save_every_steps=None)
     environ = {"DDP_SLURM_REQUEUE_MARKER": str(marker)}
-    stopped = run(tmp_path / "stopped", (1, 1), Run(**{**vars(settings), "usr2": (1, 8)}), environ=environ)
+    stopped = run(
+        tmp_path / "stopped", (1, 1), Run(**{**vars(settings), "usr2": (1, 8)}), environ=environ
+    )
     assert len({report.step for report in stopped}) == 1
     assert not any(report.finished for report in stopped)
     assert marker.exists()
@@ -120,21 +143,39 @@ def test_a_signal_to_one_rank_stops_all_after_one_step_and_asks_for_a_requeue(tm
     marker.unlink()
     resumed = run(tmp_path / "resumed", (1, 1), settings, environ=environ)
     assert not marker.exists()
-    uninterrupted = run(tmp_path / "whole", (1, 1), Run(**{**vars(settings), "snapshot": tmp_path / "other.pt"}))
+    uninterrupted = run(
+        tmp_path / "whole", (1, 1), Run(**{**vars(settings), "snapshot": tmp_path / "other.pt"})
+    )
     for found, expected in zip(resumed, uninterrupted, strict=True):
         assert found.first_step == stopped[0].step
-        assert torch.equal(found.weights, expected.weights)  # bitwise: dropout, BatchNorm, momentum, schedule
+        assert torch.equal(
+            found.weights, expected.weights
+        )  # bitwise: dropout, BatchNorm, momentum, schedule
         assert found.metrics == expected.metrics
     assert stopped[0].own_batchnorm != stopped[1].own_batchnorm  # the ranks' statistics do differ
 
 
 def test_what_belongs_to_a_rank_goes_on_with_other_shares_too(tmp_path: Path) -> None:
     """Measured shares hardly ever come out the same twice."""
-    settings = Run((3, 5), tmp_path / "s.pt", save_every_steps=None, stateful=False, options={"log_every_steps": 100})
-    assert not run(tmp_path / "stopped", (1, 1), Run(**{**vars(settings), "usr2": (1, 8)}))[0].finished
+    settings = Run(
+        (3, 5),
+        tmp_path / "s.pt",
+        save_every_steps=None,
+        stateful=False,
+        options={"log_every_steps": 100},
+    )
+    assert not run(tmp_path / "stopped", (1, 1), Run(**{**vars(settings), "usr2": (1, 8)}))[
+        0
+    ].finished
     resumed = run(tmp_path / "resumed", (1, 1), Run(**{**vars(settings), "shares": (5, 3)}))
-    whole = run(tmp_path / "whole", (1, 1), Run(**{**vars(settings), "snapshot": tmp_path / "other.pt"}))
-    of_the_epoch = [r["loss"] for r in resumed[0].records + whole[0].records if (r["kind"], r["step"]) == ("train", 12)]
+    whole = run(
+        tmp_path / "whole", (1, 1), Run(**{**vars(settings), "snapshot": tmp_path / "other.pt"})
+    )
+    of_the_epoch = [
+        r["loss"]
+        for r in resumed[0].records + whole[0].records
+        if (r["kind"], r["step"]) == ("train", 12)
+    ]
     assert of_the_epoch[0] == pytest.approx(of_the_epoch[1], rel=1e-9)
 
 
@@ -143,7 +184,9 @@ def test_random_transforms_go_on_as_if_there_had_been_no_stop(tmp_path: Path) ->
     stopped = run(tmp_path / "stopped", (1, 1), Run(**{**vars(settings), "usr2": (1, 8)}))
     assert not stopped[0].finished
     resumed = run(tmp_path / "resumed", (1, 1), settings)
-    whole = run(tmp_path / "whole", (1, 1), Run(**{**vars(settings), "snapshot": tmp_path / "other.pt"}))
+    whole = run(
+        tmp_path / "whole", (1, 1), Run(**{**vars(settings), "snapshot": tmp_path / "other.pt"})
+    )
     for found, expected in zip(resumed, whole, strict=True):
         assert torch.equal(found.weights, expected.weights)
 
@@ -159,9 +202,16 @@ def test_a_layer_that_was_set_to_eval_stays_so(tmp_path: Path) -> None:
 
 
 def test_metrics_that_cannot_be_written_end_no_training(tmp_path: Path) -> None:
-    with world(tmp_path, (1,), train, Run((8,), tmp_path / "s.pt", options={"recorders": [full_disk]})) as running:
+    with world(
+        tmp_path, (1,), train, Run((8,), tmp_path / "s.pt", options={"recorders": [full_disk]})
+    ) as running:
         assert running.wait() == [0]
-        assert running.log(0).count("warning: metrics are no longer written: [Errno 28] No space left on device") == 1
+        assert (
+            running.log(0).count(
+                "warning: metrics are no longer written: [Errno 28] No space left on device"
+            )
+            == 1
+        )
 
 
 def test_a_finished_run_that_is_started_again_records_nothing(tmp_path: Path) -> None:
@@ -176,7 +226,12 @@ def test_a_finished_run_that_is_started_again_records_nothing(tmp_path: Path) ->
 def test_an_overflow_on_one_rank_is_one_on_all(tmp_path: Path) -> None:
     """fp16 with a sample that overflows: the step is skipped, the scale lowered, the same bits everywhere."""
     settings = Run(
-        (3, 5), tmp_path / "s.pt", stateful=False, dtype=torch.float32, options={"precision": "fp16"}, poison=(7, 1)
+        (3, 5),
+        tmp_path / "s.pt",
+        stateful=False,
+        dtype=torch.float32,
+        options={"precision": "fp16"},
+        poison=(7, 1),
     )
     one, other = run(tmp_path, (1, 1), settings)
     assert torch.equal(one.weights, other.weights)
@@ -189,7 +244,10 @@ def test_an_overflow_on_one_rank_is_one_on_all(tmp_path: Path) -> None:
         ({"samples": 45}, "was made with 44 training samples, now there are 45"),
         ({"options": {"seed": 4}}, "was made with the seed 0, now it is 4"),
         ({"stateful": False}, "belongs to another model or optimizer"),
-        ({"options": {"shares": (4, 5)}}, r"shares \[4, 5\]: expected 2 of them with the sum 8, got 2 with 9"),
+        (
+            {"options": {"shares": (4, 5)}},
+            r"shares \[4, 5\]: expected 2 of them with the sum 8, got 2 with 9",
+        ),
         ({"options": {"micro_batch": 0}}, "micro_batch 0: at least one sample has to run at once"),
         (
             {"options": {"precision": "fp7"}},
@@ -201,7 +259,10 @@ def test_a_run_that_does_not_fit_is_refused_on_every_rank(
     tmp_path: Path, first_run: Path, changes: dict[str, Any], message: str
 ) -> None:
     with world(
-        tmp_path, (1, 1), train, Run(**{"shares": (3, 5), "snapshot": first_run, "epochs": 4, **changes})
+        tmp_path,
+        (1, 1),
+        train,
+        Run(**{"shares": (3, 5), "snapshot": first_run, "epochs": 4, **changes}),
     ) as running:
         assert running.wait() == [2, 2]
         logs = running.all_logs()
@@ -227,7 +288,9 @@ def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_records_tell_the_loss_of_all_samples(tmp_path: Path) -> None:
-    settings = Run((3, 5), tmp_path / "s.pt", epochs=1, stateful=False, options={"log_every_steps": 100})
+    settings = Run(
+        (3, 5), tmp_path / "s.pt", epochs=1, stateful=False, options={"log_every_steps": 100}
+    )
     first, second = run(tmp_path, (1, 1), settings)
     [training, evaluation] = first.records
     assert second.records == []
@@ -253,17 +316,36 @@ def archive(path: Path) -> Path:
     generator = np.random.default_rng(0)
     images = generator.integers(0, 256, (60, 32, 32, 3), dtype=np.uint8)
     labels = np.arange(60) % 10
-    np.savez(path, train_images=images, train_labels=labels, test_images=images[:20], test_labels=labels[:20])
+    np.savez(
+        path,
+        train_images=images,
+        train_labels=labels,
+        test_images=images[:20],
+        test_labels=labels[:20],
+    )
     return path
 
 
 def test_the_synthetic_example_learns_on_seven_ranks_and_goes_on(tmp_path: Path) -> None:
     script = ROOT / "synthetic_data_example" / "train.py"
-    options = ["--global-batch-size", "101", "--snapshot", str(tmp_path / "s.pt"), "--samples", "600"]
+    options = [
+        "--global-batch-size",
+        "101",
+        "--snapshot",
+        str(tmp_path / "s.pt"),
+        "--samples",
+        "600",
+    ]
     options += ["--metrics", str(tmp_path / "m.jsonl")]
-    plan = {"DDP_SLURM_SHARES": "5,24(x2),12(x4)", "DDP_SLURM_WORLD_SIZE": "7", "DDP_SLURM_TASKS_PER_NODE": "1,2,4"}
+    plan = {
+        "DDP_SLURM_SHARES": "5,24(x2),12(x4)",
+        "DDP_SLURM_WORLD_SIZE": "7",
+        "DDP_SLURM_TASKS_PER_NODE": "1,2,4",
+    }
     for total in ("4", "6"):
-        with world(tmp_path / total, (1, 2, 4), example, script, [total, "1", *options], environ=plan) as running:
+        with world(
+            tmp_path / total, (1, 2, 4), example, script, [total, "1", *options], environ=plan
+        ) as running:
             assert running.results() == [None] * 7
             log = running.log(0)
             assert all(running.log(rank) == "" for rank in range(1, 7))
@@ -279,23 +361,43 @@ def test_the_synthetic_example_learns_on_seven_ranks_and_goes_on(tmp_path: Path)
 
 def test_the_cifar10_example_trains_on_uneven_ranks(tmp_path: Path) -> None:
     script = ROOT / "cifar10_example" / "train.py"
-    options = ["1", "1", "--data", str(archive(tmp_path / "c.npz")), "--snapshot", str(tmp_path / "s.pt")]
-    with world(tmp_path, (1, 2), example, script, options, environ={"DDP_SLURM_GLOBAL_BATCH_SIZE": "16"}) as running:
+    options = [
+        "1",
+        "1",
+        "--data",
+        str(archive(tmp_path / "c.npz")),
+        "--snapshot",
+        str(tmp_path / "s.pt"),
+    ]
+    with world(
+        tmp_path, (1, 2), example, script, options, environ={"DDP_SLURM_GLOBAL_BATCH_SIZE": "16"}
+    ) as running:
         assert running.results() == [None] * 3
         log = running.log(0)
     assert "first optimizer step finished at" in log
     assert "finished: step 4, loss" in log
 
 
-def test_the_learning_rate_follows_the_samples_after_a_resume_with_another_batch(tmp_path: Path) -> None:
+def test_the_learning_rate_follows_the_samples_after_a_resume_with_another_batch(
+    tmp_path: Path,
+) -> None:
     script = ROOT / "cifar10_example" / "train.py"
-    fixed = ["--data", str(archive(tmp_path / "c.npz")), "--snapshot", str(tmp_path / "s.pt"), "--batch-size", "4"]
+    fixed = [
+        "--data",
+        str(archive(tmp_path / "c.npz")),
+        "--snapshot",
+        str(tmp_path / "s.pt"),
+        "--batch-size",
+        "4",
+    ]
     rates: dict[str, list[float]] = {}
     for tasks, epochs in ((1,), "2"), ((1, 2), "4"):
         options = [epochs, "1", *fixed, "--metrics", str(tmp_path / f"{epochs}.jsonl")]
         with world(tmp_path / epochs, tasks, example, script, options) as running:
             assert running.results() == [None] * sum(tasks)
-        records = [json.loads(line) for line in (tmp_path / f"{epochs}.jsonl").read_text().splitlines()]
+        records = [
+            json.loads(line) for line in (tmp_path / f"{epochs}.jsonl").read_text().splitlines()
+        ]
         rates[epochs] = [record["learning_rate"] for record in records if record["kind"] == "train"]
     assert rates["2"][-1] == pytest.approx(0)
     # of each epoch's end: three and four quarters of the whole
@@ -304,7 +406,9 @@ def test_the_learning_rate_follows_the_samples_after_a_resume_with_another_batch
 
 def test_an_example_without_data_fails_on_every_rank_with_a_message(tmp_path: Path) -> None:
     script = ROOT / "cifar10_example" / "train.py"
-    with world(tmp_path, (1, 1), example, script, ["1", "1", "--data", str(tmp_path / "none")]) as running:
+    with world(
+        tmp_path, (1, 1), example, script, ["1", "1", "--data", str(tmp_path / "none")]
+    ) as running:
         statuses = running.wait()
         logs = running.all_logs()
     assert statuses == [2, 2]
@@ -314,10 +418,26 @@ def test_an_example_without_data_fails_on_every_rank_with_a_message(tmp_path: Pa
 
 def test_global_batch_of_the_command_line_wins(tmp_path: Path) -> None:
     script = ROOT / "synthetic_data_example" / "train.py"
-    for number, (option, steps) in enumerate({"--batch-size": 13, "--global-batch-size": 25}.items()):
-        arguments = ["1", "1", option, "4", "--samples", "100", "--snapshot", str(tmp_path / f"{number}.pt")]
+    for number, (option, steps) in enumerate(
+        {"--batch-size": 13, "--global-batch-size": 25}.items()
+    ):
+        arguments = [
+            "1",
+            "1",
+            option,
+            "4",
+            "--samples",
+            "100",
+            "--snapshot",
+            str(tmp_path / f"{number}.pt"),
+        ]
         with world(
-            tmp_path / str(number), (1, 1), example, script, arguments, environ={"DDP_SLURM_GLOBAL_BATCH_SIZE": "50"}
+            tmp_path / str(number),
+            (1, 1),
+            example,
+            script,
+            arguments,
+            environ={"DDP_SLURM_GLOBAL_BATCH_SIZE": "50"},
         ) as running:
             assert running.results() == [None, None]
             assert f"finished: step {steps}," in running.log(0)
@@ -330,12 +450,18 @@ def test_global_batch_of_the_command_line_wins(tmp_path: Path) -> None:
         (["--lr", "nan"], "argument --lr: 'nan' is not a number > 0"),
         (["--clip-norm", "0"], "argument --clip-norm: '0' is not a number > 0"),
         (["--weight-decay", "-0.1"], "argument --weight-decay: '-0.1' is not a number >= 0"),
-        (["--seed", "18446744073709551616"], "argument --seed: '18446744073709551616' is not a whole number from 0 to"),
+        (
+            ["--seed", "18446744073709551616"],
+            "argument --seed: '18446744073709551616' is not a whole number from 0 to",
+        ),
         (["--batch-size", "0"], "argument --batch-size: '0' is not a whole number from 1 to"),
     ],
 )
 def test_numbers_that_cannot_be_meant(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "1", "1", *words])
     with pytest.raises(SystemExit) as ended:

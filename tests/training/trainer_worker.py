@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ddp_slurm.training import Snapshot, Trainer, failure, init_distributed
+from ddp_slurm.training import Snapshot, Trainer, init_distributed
 from ddp_slurm.training.data import Batch, DatasetSource, ResidentTensors, Span
+from ddp_slurm.training.process_group import failure
 
 from .workers import CLASSES, FEATURES, NoisyData, flat, make_data, make_model
 from .worlds import tell
@@ -63,7 +64,11 @@ class StatefulModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES)
+        self.first, self.norm, self.last = (
+            nn.Linear(FEATURES, 8),
+            nn.BatchNorm1d(8),
+            nn.Linear(8, CLASSES),
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = torch.relu(self.norm(self.first(inputs)))
@@ -158,7 +163,9 @@ def train(pipe: Connection, run: Run) -> Report:
     """Tells the step it resumes from before it trains."""
     failure.LAST_WORDS_SECONDS = 0.2  # a killed rank reads no last words
     with init_distributed() as world:
-        killer = _Killer(*run.kill[1:]) if run.kill and run.kill[0] == world.rank else _Killer("", None)
+        killer = (
+            _Killer(*run.kill[1:]) if run.kill and run.kill[0] == world.rank else _Killer("", None)
+        )
         killer.watch(run.snapshot)
         inputs, targets = make_data(run.samples, run.dtype)
         if run.poison:

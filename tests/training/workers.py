@@ -26,15 +26,14 @@ from ddp_slurm.training import (
     Snapshot,
     SnapshotError,
     Trainer,
-    calibrate,
-    gradients,
     init_distributed,
     loss_weight,
     no_sample_loss,
 )
 from ddp_slurm.training.data import ResidentTensors
-from ddp_slurm.training.evaluation import evaluate
-from ddp_slurm.training.precision import Precision, choose_precision
+from ddp_slurm.training.trainer.evaluation import evaluate
+from ddp_slurm.training.trainer.precision import Precision, choose_precision
+from ddp_slurm.training.uneven import calibrate, gradients
 
 from .worlds import tell
 
@@ -130,7 +129,9 @@ def train_in_parts(case: Case, rank: int, group: dist.ProcessGroup | None = None
             window = range(first, min(first + case.accumulate, len(batches)))
             total = sum(sampler.global_samples(step) for step in window)
             chunks = [
-                c for step in window for c in torch.tensor(batches[step], dtype=torch.int64).split(case.micro_batch)
+                c
+                for step in window
+                for c in torch.tensor(batches[step], dtype=torch.int64).split(case.micro_batch)
             ]
             optimizer.zero_grad()
             loss_sum = torch.zeros(1, dtype=torch.float64)
@@ -141,7 +142,11 @@ def train_in_parts(case: Case, rank: int, group: dist.ProcessGroup | None = None
                         continue
                     loss = cross_entropy(ddp(inputs[chunk]), targets[chunk])
                     loss_sum += loss.detach().double() * len(chunk)
-                    weight = loss_weight(len(chunk), total, len(case.shares)) if case.weighted else 1 / len(chunks)
+                    weight = (
+                        loss_weight(len(chunk), total, len(case.shares))
+                        if case.weighted
+                        else 1 / len(chunks)
+                    )
                     (loss * weight).backward()
             if case.clip_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
@@ -161,10 +166,14 @@ def compare(pipe: Connection, case: Case) -> Outcome:
 def serve_cases(pipe: Connection) -> None:
     """Answer cases from the pipe until None comes; a case with fewer shares than ranks uses the first ranks only."""
     with init_distributed() as world:
-        groups = {size: dist.new_group(list(range(size))) for size in range(1, world.world_size + 1)}
+        groups = {
+            size: dist.new_group(list(range(size))) for size in range(1, world.world_size + 1)
+        }
         while (case := pipe.recv()) is not None:
             size = len(case.shares)
-            tell(pipe, train_in_parts(case, world.rank, groups[size]) if world.rank < size else None)
+            tell(
+                pipe, train_in_parts(case, world.rank, groups[size]) if world.rank < size else None
+            )
 
 
 def join(pipe: Connection, rendezvous_seconds: float = 60.0) -> str:
@@ -265,7 +274,13 @@ def place(pipe: Connection) -> tuple[int, str, int, list[str], list[int]]:
     with init_distributed() as world:
         total = torch.ones(1)
         dist.all_reduce(total)
-        return int(total), world.backend, world.rank, [fact.place for fact in world.ranks], world.planned_shares(341)
+        return (
+            int(total),
+            world.backend,
+            world.rank,
+            [fact.place for fact in world.ranks],
+            world.planned_shares(341),
+        )
 
 
 def load_on_every_rank(pipe: Connection, folder: Path, backend: str = "gloo") -> tuple[str, Any]:
@@ -275,7 +290,9 @@ def load_on_every_rank(pipe: Connection, folder: Path, backend: str = "gloo") ->
         if backend != "gloo":  # as NCCL does with what is not on a GPU
             broadcast = dist.broadcast
 
-            def refuses_the_default_group(tensor: Tensor, src: int, group: dist.ProcessGroup | None = None) -> None:
+            def refuses_the_default_group(
+                tensor: Tensor, src: int, group: dist.ProcessGroup | None = None
+            ) -> None:
                 assert group is not None
                 broadcast(tensor, src, group)
 
@@ -286,12 +303,16 @@ def load_on_every_rank(pipe: Connection, folder: Path, backend: str = "gloo") ->
             return "fault", str(error)
 
 
-def averaged_statistics(pipe: Connection, counts: list[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def averaged_statistics(
+    pipe: Connection, counts: list[int]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """BatchNorm statistics that differ by rank: rank r has mean r, variance 10 r, r batches. Averaged; then own."""
     with init_distributed() as world:
         kind = nn.BatchNorm1d if counts[-1] else nn.InstanceNorm1d
         model = nn.Sequential(
-            kind(3, track_running_stats=True), nn.Linear(3, 1), nn.BatchNorm1d(1, track_running_stats=False)
+            kind(3, track_running_stats=True),
+            nn.Linear(3, 1),
+            nn.BatchNorm1d(1, track_running_stats=False),
         )
         norm = model[0]
         norm.running_mean.fill_(world.rank)
@@ -310,7 +331,9 @@ def averaged_statistics(pipe: Connection, counts: list[int]) -> tuple[dict[str, 
 def first_buffers(pipe: Connection, is_old_torch: bool) -> list[float]:
     """The buffers after ``wrap_model``, which differ by rank before."""
     if is_old_torch:  # before 2.13, whose option also skips the first synchronisation; it is still there as an alias
-        gradients.inspect = SimpleNamespace(signature=lambda function: SimpleNamespace(parameters={}))
+        gradients.inspect = SimpleNamespace(
+            signature=lambda function: SimpleNamespace(parameters={})
+        )
     with init_distributed() as world:
         model = nn.BatchNorm1d(2)
         model.running_mean.fill_(world.rank + 1)
@@ -323,9 +346,14 @@ def evaluated(pipe: Connection, samples: int, shares: list[int]) -> dict[str, fl
         source = ResidentTensors(*make_data(samples, torch.float64), world.device)
         model = make_model(torch.float64)
         return evaluate(
-            model, source, cross_entropy, rank=world.rank, shares=shares, batch_size=4,
+            model,
+            source,
+            cross_entropy,
+            rank=world.rank,
+            shares=shares,
+            batch_size=4,
             precision=Precision("fp32", "cpu"),
-        )  # fmt: skip
+        )
 
 
 class NoisyData(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -338,7 +366,9 @@ class NoisyData(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.inputs[index] + torch.randn(FEATURES, dtype=self.inputs.dtype), self.targets[index]
+        return self.inputs[index] + torch.randn(FEATURES, dtype=self.inputs.dtype), self.targets[
+            index
+        ]
 
 
 class SleepyModel(nn.Module):
@@ -368,9 +398,14 @@ def measured(
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         before = flat(model.parameters())
         trainer = Trainer(
-            world, model, optimizer, cross_entropy, ResidentTensors(*make_data(40, torch.float32), world.device),
-            global_batch=global_batch, total_epochs=1,
-        )  # fmt: skip
+            world,
+            model,
+            optimizer,
+            cross_entropy,
+            ResidentTensors(*make_data(40, torch.float32), world.device),
+            global_batch=global_batch,
+            total_epochs=1,
+        )
         assert torch.equal(flat(model.parameters()), before)  # measuring trains nothing
         return trainer.sampler.shares
 

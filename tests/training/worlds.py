@@ -19,7 +19,9 @@ from typing import Any
 PATIENCE_SECONDS = 90.0
 
 server = multiprocessing.get_context("forkserver")
-server.set_forkserver_preload(["torch", "torch._dynamo", "ddp_slurm.training", "tests.training.workers"])
+server.set_forkserver_preload(
+    ["torch", "torch._dynamo", "ddp_slurm.training", "tests.training.workers"]
+)
 
 
 def tell(pipe: Connection, value: Any) -> None:
@@ -52,8 +54,12 @@ def rank_environments(tasks: Sequence[int]) -> list[dict[str, str]]:
     return result
 
 
-def _child(environ: Mapping[str, str], log: str, pipe: Connection, function: Callable[..., Any], args: Any) -> None:
-    for name in [name for name in os.environ if name.startswith(("SLURM", "DDP_SLURM", "TORCHELASTIC"))]:
+def _child(
+    environ: Mapping[str, str], log: str, pipe: Connection, function: Callable[..., Any], args: Any
+) -> None:
+    for name in [
+        name for name in os.environ if name.startswith(("SLURM", "DDP_SLURM", "TORCHELASTIC"))
+    ]:
         del os.environ[name]
     os.environ.update(environ)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -156,7 +162,9 @@ def world(
             variables = change(rank, variables) if change else variables
             mine, theirs = server.Pipe()
             log = folder / f"rank{rank}.log"
-            process = server.Process(target=_child, args=(variables, str(log), theirs, function, args))
+            process = server.Process(
+                target=_child, args=(variables, str(log), theirs, function, args)
+            )
             process.start()
             theirs.close()
             running.processes.append(process)

@@ -74,9 +74,13 @@ def submit(tmp_path: Path) -> Command:
     for name in ("cat", "env", "true"):
         (tools / name).symlink_to(shutil.which(name) or name)
 
-    def run(*args: str, env: dict[str, str] | None = None, cwd: Path = tmp_path) -> subprocess.CompletedProcess[str]:
+    def run(
+        *args: str, env: dict[str, str] | None = None, cwd: Path = tmp_path
+    ) -> subprocess.CompletedProcess[str]:
         environ = {**os.environ, "PATH": f"{tmp_path / 'stubs'}{os.pathsep}{tools}", **(env or {})}
         command = [sys.executable, "-m", "ddp_slurm.submit", *args]
-        return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=60
+        )
 
     return run

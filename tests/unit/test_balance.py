@@ -20,14 +20,29 @@ def step_seconds(shares: list[int], costs: list[tuple[float, float]]) -> float:
     return max(alpha + beta * n for n, (alpha, beta) in zip(shares, costs, strict=True))
 
 
-@given(st.integers(0, 12), costs, st.none() | st.integers(0, 12) | st.lists(st.integers(0, 12), min_size=4, max_size=4))
-def test_no_split_is_faster(batch: int, costs: list[tuple[float, float]], limit: int | list[int] | None) -> None:
+@given(
+    st.integers(0, 12),
+    costs,
+    st.none() | st.integers(0, 12) | st.lists(st.integers(0, 12), min_size=4, max_size=4),
+)
+def test_no_split_is_faster(
+    batch: int, costs: list[tuple[float, float]], limit: int | list[int] | None
+) -> None:
     limit = limit[: len(costs)] if isinstance(limit, list) else limit
-    limits = [batch] * len(costs) if limit is None else [limit] * len(costs) if isinstance(limit, int) else limit
+    limits = (
+        [batch] * len(costs)
+        if limit is None
+        else [limit] * len(costs)
+        if isinstance(limit, int)
+        else limit
+    )
     choices = itertools.product(*[range(min(batch, most) + 1) for most in limits])
     possible = [list(shares) for shares in choices if sum(shares) == batch]
     if not possible:
-        with pytest.raises(BalanceError, match=f"global batch {batch} does not fit: the ranks can take {sum(limits)}"):
+        with pytest.raises(
+            BalanceError,
+            match=f"global batch {batch} does not fit: the ranks can take {sum(limits)}",
+        ):
             split_batch(batch, costs, limit)
         return
     shares = split_batch(batch, costs, limit)
@@ -35,14 +50,25 @@ def test_no_split_is_faster(batch: int, costs: list[tuple[float, float]], limit:
     assert step_seconds(shares, costs) == min(step_seconds(other, costs) for other in possible)
 
 
-@given(st.integers(0, 10**7), st.lists(st.tuples(st.floats(0, 1), st.floats(1e-6, 1)), min_size=1, max_size=9))
-def test_a_large_split_cannot_be_mended_by_moving_a_sample(batch: int, costs: list[tuple[float, float]]) -> None:
+@given(
+    st.integers(0, 10**7),
+    st.lists(st.tuples(st.floats(0, 1), st.floats(1e-6, 1)), min_size=1, max_size=9),
+)
+def test_a_large_split_cannot_be_mended_by_moving_a_sample(
+    batch: int, costs: list[tuple[float, float]]
+) -> None:
     shares = split_batch(batch, costs)
     assert sum(shares) == batch
     longest = step_seconds(shares, costs)
     for n, (alpha, beta) in zip(shares, costs, strict=True):
-        if n and alpha + beta * n == longest:  # taking one from the slowest rank must make another as slow
-            others = [a + b * (m + 1) for m, (a, b) in zip(shares, costs, strict=True) if (a, b) != (alpha, beta)]
+        if (
+            n and alpha + beta * n == longest
+        ):  # taking one from the slowest rank must make another as slow
+            others = [
+                a + b * (m + 1)
+                for m, (a, b) in zip(shares, costs, strict=True)
+                if (a, b) != (alpha, beta)
+            ]
             assert all(seconds >= longest for seconds in others)
 
 
@@ -117,7 +143,9 @@ def test_no_samples_need_no_weights() -> None:
         (-1, 2, None, "global batch -1 is negative"),
     ],
 )
-def test_planned_shares(batch: int, world_size: int, planned: str | None, shares: list[int] | str) -> None:
+def test_planned_shares(
+    batch: int, world_size: int, planned: str | None, shares: list[int] | str
+) -> None:
     environ = {} if planned is None else {"DDP_SLURM_SHARES": planned}
     if isinstance(shares, str):
         with pytest.raises(BalanceError, match=shares):
@@ -138,5 +166,7 @@ def test_examples_in_the_docstrings() -> None:
 
 
 def test_needs_no_torch() -> None:
-    code = "import sys, ddp_slurm.balance; sys.exit('torch' in sys.modules or 'yaml' in sys.modules)"
+    code = (
+        "import sys, ddp_slurm.balance; sys.exit('torch' in sys.modules or 'yaml' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

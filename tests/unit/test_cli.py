@@ -11,7 +11,9 @@ from ddp_slurm import __version__
 
 
 def cli(*words: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, "-m", "ddp_slurm.cli", *words], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-m", "ddp_slurm.cli", *words], capture_output=True, text=True, timeout=60
+    )
 
 
 @pytest.mark.parametrize(
@@ -22,7 +24,10 @@ def cli(*words: str) -> "subprocess.CompletedProcess[str]":
         ("stauts 48", "invalid choice: 'stauts' (choose from"),
         ("status", "the following arguments are required: JOBID"),
         ("status 48 --jsn", "no such option: --jsn; did you mean '--json'?"),
-        ("status 48 --js", "no such option: --js; did you mean '--json'?"),  # an abbreviation is refused, too
+        (
+            "status 48 --js",
+            "no such option: --js; did you mean '--json'?",
+        ),  # an abbreviation is refused, too
         ("--foo plan", "no such option: --foo; known are --help, --version, -h"),
         ("cancel 48 49", "unexpected '49'"),
         ("logs 48 --rank x", "argument --rank: 'x' is not a whole number, such as 4"),
@@ -49,13 +54,22 @@ STREAMS = {
     "all closed": ("ddp plan <&- >&- 2>&-", 0, ""),
     "a message without a reader": ("ddp status x 2> >(exec true)", 2, ""),
     "a message without a stream": ("ddp status x 2>&-", 2, ""),
-    "no current folder": ("mkdir x; cd x; rmdir ../x; ddp submit --backend sbatch --dry-run --cluster $OLDPWD/cluster.yaml x",
-                          2, "error: the current folder is gone; go to one that is there\n"),
-    "not UTF-8": ("ddp submit --script s.sh caf$'\\xe9'.py", 2,
-                  """error: "_ddp_command=(python3 'caf\\udce9.py')": '\\udce9' cannot be written as utf-8\n"""),
-    "not ASCII": ("ddp submit --backend sbatch --dry-run --name \u00f6 x", 2,
-                  """error: '#SBATCH --job-name="\\xf6"': '\\xf6' cannot be written as ascii\n"""),
-}  # fmt: skip
+    "no current folder": (
+        "mkdir x; cd x; rmdir ../x; ddp submit --backend sbatch --dry-run --cluster $OLDPWD/cluster.yaml x",
+        2,
+        "error: the current folder is gone; go to one that is there\n",
+    ),
+    "not UTF-8": (
+        "ddp submit --script s.sh caf$'\\xe9'.py",
+        2,
+        """error: "_ddp_command=(python3 'caf\\udce9.py')": '\\udce9' cannot be written as utf-8\n""",
+    ),
+    "not ASCII": (
+        "ddp submit --backend sbatch --dry-run --name \u00f6 x",
+        2,
+        """error: '#SBATCH --job-name="\\xf6"': '\\xf6' cannot be written as ascii\n""",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", STREAMS)
@@ -64,15 +78,41 @@ def test_streams_and_names_that_cannot_be_written(case: str, uneven: Path) -> No
     env = {**os.environ, "PYTHONIOENCODING": "ascii" if case == "not ASCII" else "utf-8"}
     env.pop("PYTHONUNBUFFERED", None)  # what is left in the buffer is written at exit
     shell = f"ddp() {{ '{sys.executable}' -m ddp_slurm.cli \"$@\"; }}; {line}"
-    done = subprocess.run(["bash", "-c", shell], cwd=uneven.parent, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", shell],
+        cwd=uneven.parent,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert (done.returncode, done.stderr, done.stdout) == (status, said, "")
 
 
 @pytest.mark.parametrize(
     "command",
-    ["", "submit", "plan", "status", "logs", "cancel", "discover", "doctor", "cluster", "cluster probe",
-     "cluster configs", "cluster install", "lab", "lab up", "lab down", "lab exec", "lab kill", "lab revive", "lab status"],
-)  # fmt: skip
+    [
+        "",
+        "submit",
+        "plan",
+        "status",
+        "logs",
+        "cancel",
+        "discover",
+        "doctor",
+        "cluster",
+        "cluster probe",
+        "cluster configs",
+        "cluster install",
+        "lab",
+        "lab up",
+        "lab down",
+        "lab exec",
+        "lab kill",
+        "lab revive",
+        "lab status",
+    ],
+)
 def test_every_command_has_its_help(command: str) -> None:
     done = cli(*command.split(), "--help")
     assert (done.returncode, done.stderr) == (0, "")

@@ -39,7 +39,14 @@ nodes:
 """.replace(", controller_is_not_here: x", "")
         + "  - {name: login, gpus: 0}\n  - {name: minors, gpus: {count: 2, minors: [0, 3]}}\n",
     )
-    assert [n.name for n in cluster.nodes] == ["gpu08", "gpu09", "gpu10", "mixed", "login", "minors"]
+    assert [n.name for n in cluster.nodes] == [
+        "gpu08",
+        "gpu09",
+        "gpu10",
+        "mixed",
+        "login",
+        "minors",
+    ]
     assert [n.gres for n in cluster.nodes[2:]] == ["gpu:2", "gpu:a100:2,gpu:titan:1", "", "gpu:2"]
     assert cluster.nodes[-1].gpus[0].minors == (0, 3)
 
@@ -52,7 +59,9 @@ def test_cards_of_one_type_are_one_gres(tmp_path: Path) -> None:
     assert load(tmp_path, text).nodes[1].gpus[0].minors == (4, 1, 0)
 
 
-@pytest.mark.parametrize("text", ["0123", "1_000", "no", "yes", "12e3", "null", "0x1f", "1.10", "22-05"])
+@pytest.mark.parametrize(
+    "text", ["0123", "1_000", "no", "yes", "12e3", "null", "0x1f", "1.10", "22-05"]
+)
 def test_unquoted_scalars_keep_their_text(tmp_path: Path, text: str) -> None:
     cluster = load(
         tmp_path,
@@ -60,7 +69,12 @@ def test_unquoted_scalars_keep_their_text(tmp_path: Path, text: str) -> None:
         f"    partition: {text}\n    env: {{A: {text}}}\n",
     )
     node = cluster.nodes[0]
-    assert (cluster.name, node.gpus[0].type, node.partition, dict(node.env)) == (text, text, text, {"A": text})
+    assert (cluster.name, node.gpus[0].type, node.partition, dict(node.env)) == (
+        text,
+        text,
+        text,
+        {"A": text},
+    )
 
 
 def test_ssh_of_the_cluster_holds_where_a_node_says_nothing(tmp_path: Path) -> None:
@@ -74,15 +88,24 @@ def test_ssh_of_the_cluster_holds_where_a_node_says_nothing(tmp_path: Path) -> N
 NODE = "nodes:\n  - name: a\n    gpus: 1\n"
 
 BAD = {
-    "misspelt key": (NODE + "    cpsu: 8\n", "cluster.yaml:4: nodes[0].cpsu: unknown key; did you mean 'cpus'?"),
+    "misspelt key": (
+        NODE + "    cpsu: 8\n",
+        "cluster.yaml:4: nodes[0].cpsu: unknown key; did you mean 'cpus'?",
+    ),
     "misspelt key below": (
         "nodes:\n  - name: a\n    gpus: {typ: x, count: 1}\n",
         "cluster.yaml:3: nodes[0].gpus[0].typ: unknown key; did you mean 'type'?",
     ),
     "unknown key": ("colour: red\n" + NODE, "cluster.yaml:1: colour: unknown key"),
-    "a node twice": (NODE + "  - {name: a, gpus: 2}\n", "cluster.yaml:4: nodes[1].name: node 'a' is there twice, first on line 2"),
+    "a node twice": (
+        NODE + "  - {name: a, gpus: 2}\n",
+        "cluster.yaml:4: nodes[1].name: node 'a' is there twice, first on line 2",
+    ),
     "a node twice in a list": (NODE.replace("a\n", '"n[1-3],n2"\n', 1), "node 'n2' is there twice"),
-    "a key twice": (NODE + "    gpus: 2\n", "cluster.yaml:4: nodes[0].gpus: the key stands twice, first on line 3"),
+    "a key twice": (
+        NODE + "    gpus: 2\n",
+        "cluster.yaml:4: nodes[0].gpus: the key stands twice, first on line 3",
+    ),
     "no GPU anywhere": (NODE.replace("1", "0"), "cluster.yaml:1: nodes: no node has a GPU"),
     "no node": ("nodes: []\n", "cluster.yaml:1: nodes: no node has a GPU"),
     "no nodes": ("name: x\n", "cluster.yaml:1: nodes: missing"),
@@ -90,43 +113,100 @@ BAD = {
         "nodes:\n  - name: a\n    gpus: {type: a 100, count: 1}\n",
         "cluster.yaml:3: nodes[0].gpus[0].type: 'a 100' is not a gres type",
     ),
-    "type with a command": ('nodes:\n  - {name: a, gpus: {type: "$(id)"}}\n', "'$(id)' is not a gres type"),
-    "type with a newline": ('nodes:\n  - {name: a, gpus: {type: "a\\nb"}}\n', "'a\\nb' is not a gres type"),
+    "type with a command": (
+        'nodes:\n  - {name: a, gpus: {type: "$(id)"}}\n',
+        "'$(id)' is not a gres type",
+    ),
+    "type with a newline": (
+        'nodes:\n  - {name: a, gpus: {type: "a\\nb"}}\n',
+        "'a\\nb' is not a gres type",
+    ),
     "name with a newline": ('nodes:\n  - {name: "a\\nb", gpus: 1}\n', "'a\\nb' has a newline"),
     "name with a command": ('nodes:\n  - {name: "$(id)", gpus: 1}\n', "'$(id)' is not a host name"),
-    "host list": ('nodes:\n  - {name: "a[1-", gpus: 1}\n', "host list 'a[1-' has a bracket that is not closed"),
-    "memory 64Gi": (NODE + "    memory: 64Gi\n", "cluster.yaml:4: nodes[0].memory: '64Gi' is not a memory size"),
+    "host list": (
+        'nodes:\n  - {name: "a[1-", gpus: 1}\n',
+        "host list 'a[1-' has a bracket that is not closed",
+    ),
+    "memory 64Gi": (
+        NODE + "    memory: 64Gi\n",
+        "cluster.yaml:4: nodes[0].memory: '64Gi' is not a memory size",
+    ),
     "memory 2.5G": (NODE + "    memory: 2.5G\n", "'2.5G' is not a memory size"),
     "memory 64GB": (NODE + "    memory: 64GB\n", "'64GB' is not a memory size"),
-    "memory 64": (NODE + "    memory: 64\n", "'64' is not a memory size: Slurm reads it as MiB; write 64M or 64G"),
+    "memory 64": (
+        NODE + "    memory: 64\n",
+        "'64' is not a memory size: Slurm reads it as MiB; write 64M or 64G",
+    ),
     "memory 0": (NODE + "    memory: 0\n", "'0' is not a memory size"),
-    "cpus in words": (NODE + "    cpus: many\n", "cluster.yaml:4: nodes[0].cpus: 'many' is not a whole number"),
+    "cpus in words": (
+        NODE + "    cpus: many\n",
+        "cluster.yaml:4: nodes[0].cpus: 'many' is not a whole number",
+    ),
     "cpus 1_0": (NODE + "    cpus: 1_0\n", "'1_0' is not a whole number"),
-    "minors": ("nodes:\n  - {name: a, gpus: {count: 2, minors: [1, 1]}}\n", "[1, 1] are not 2 different numbers"),
+    "minors": (
+        "nodes:\n  - {name: a, gpus: {count: 2, minors: [1, 1]}}\n",
+        "[1, 1] are not 2 different numbers",
+    ),
     "minors of some": (
         "nodes:\n  - {name: a, gpus: [{type: x, minors: [1]}, {type: x, count: 2}]}\n",
         "cluster.yaml:2: nodes[0].gpus: type x: minors [1] are not 3 different numbers",
     ),
-    "types of some": ("nodes:\n  - {name: a, gpus: [{type: x}, {count: 2}]}\n", "give all of the node's a type, or none"),
-    "gpus without keys": ("nodes:\n  - {name: a, gpus: {}}\n", "nodes[0].gpus: a mapping without keys; write {type: TYPE"),
-    "gpus in Slurm's words": (NODE.replace("1", "a100:4"), "'a100:4' is Slurm's way; write {type: a100, count: 4}"),
-    "too many gpus": (NODE.replace("1", "999999999"), "nodes[0].gpus: 999999999 GPUs are more than a machine has"),
+    "types of some": (
+        "nodes:\n  - {name: a, gpus: [{type: x}, {count: 2}]}\n",
+        "give all of the node's a type, or none",
+    ),
+    "gpus without keys": (
+        "nodes:\n  - {name: a, gpus: {}}\n",
+        "nodes[0].gpus: a mapping without keys; write {type: TYPE",
+    ),
+    "gpus in Slurm's words": (
+        NODE.replace("1", "a100:4"),
+        "'a100:4' is Slurm's way; write {type: a100, count: 4}",
+    ),
+    "too many gpus": (
+        NODE.replace("1", "999999999"),
+        "nodes[0].gpus: 999999999 GPUs are more than a machine has",
+    ),
     "nodes in one word": ("nodes: gpu[01-04]\n", "write it as an item below: - name: gpu[01-04]"),
-    "merge keys": ("nodes:\n  - &a {name: a, gpus: 1}\n  - {<<: *a, name: b}\n", "cluster.yaml:3: merge keys (<<) are not read"),
-    "env of a rank": (NODE + "    env: {RANK: 1}\n", "nodes[0].env.RANK: 'RANK' differs from rank to rank"),
-    "env with a newline": (NODE + '    env: {A: "x\\ny"}\n', "nodes[0].env.A: 'x\\ny' has a newline"),
-    "env with a command": (NODE + "    env: {A: $(id)}\n", "nodes[0].env.A: '$(id)' has a command substitution"),
+    "merge keys": (
+        "nodes:\n  - &a {name: a, gpus: 1}\n  - {<<: *a, name: b}\n",
+        "cluster.yaml:3: merge keys (<<) are not read",
+    ),
+    "env of a rank": (
+        NODE + "    env: {RANK: 1}\n",
+        "nodes[0].env.RANK: 'RANK' differs from rank to rank",
+    ),
+    "env with a newline": (
+        NODE + '    env: {A: "x\\ny"}\n',
+        "nodes[0].env.A: 'x\\ny' has a newline",
+    ),
+    "env with a command": (
+        NODE + "    env: {A: $(id)}\n",
+        "nodes[0].env.A: '$(id)' has a command substitution",
+    ),
     "lo among several": (
         NODE + "    interface: lo\n  - {name: b, gpus: 1}\n",
         "cluster.yaml:4: nodes[0].interface: 'lo' reaches no other node",
     ),
-    "controller": ("controller: c\n" + NODE, "cluster.yaml:1: controller: 'c' is not one of the nodes"),
-    "one address for many": ('nodes:\n  - {name: "n[1-2]", gpus: 1, address: 10.0.0.1}\n', "cannot be the address of 2 nodes"),
+    "controller": (
+        "controller: c\n" + NODE,
+        "cluster.yaml:1: controller: 'c' is not one of the nodes",
+    ),
+    "one address for many": (
+        'nodes:\n  - {name: "n[1-2]", gpus: 1, address: 10.0.0.1}\n',
+        "cannot be the address of 2 nodes",
+    ),
     "a list": ("- a\n- b\n", "cluster.yaml: a list stands here; expected keys such as 'name:'"),
-    "empty": ("# nothing yet\n", "cluster.yaml: the file is empty; a YAML file with keys was expected"),
+    "empty": (
+        "# nothing yet\n",
+        "cluster.yaml: the file is empty; a YAML file with keys was expected",
+    ),
     "no key": ('"": x\n' + NODE, "cluster.yaml:1: '': unknown key"),
     "nested": ("[" * 900 + "]" * 900, "cluster.yaml: its lists and mappings are nested too deep"),
-    "port": (NODE + "    ssh: {port: 65536}\n", "cluster.yaml:4: nodes[0].ssh.port: 65536 is not a port; the highest is 65535"),
+    "port": (
+        NODE + "    ssh: {port: 65536}\n",
+        "cluster.yaml:4: nodes[0].ssh.port: 65536 is not a port; the highest is 65535",
+    ),
     "a word": ("hello\n", "cluster.yaml: 'hello' stands here; expected keys"),
     "binary": (b"\x00\xff\xfe\x80", "cluster.yaml: not a text file"),
     "control characters": (b"name: \x07\n", "cluster.yaml: not valid YAML"),
@@ -134,10 +214,13 @@ BAD = {
     "alias in itself": ("nodes: &a [*a]\n", "an alias that contains itself"),
     "alias bomb": (
         "a: &a [x,x,x,x,x,x,x,x,x,x]\n"
-        + "".join(f"{c}: &{c} [{','.join(['*' + p] * 10)}]\n" for p, c in zip("abcdefg", "bcdefgh", strict=True)),
+        + "".join(
+            f"{c}: &{c} [{','.join(['*' + p] * 10)}]\n"
+            for p, c in zip("abcdefg", "bcdefgh", strict=True)
+        ),
         "too many values",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -149,7 +232,10 @@ def test_what_is_refused(tmp_path: Path, case: str) -> None:
 
 
 def test_all_faults_are_reported_at_once_in_the_order_of_lines(tmp_path: Path) -> None:
-    found = faults(tmp_path, "nmae: x\nnodes:\n  - name: a\n    gpus: {type: a b}\n    memory: 1Gi\n    cpus: x\n")
+    found = faults(
+        tmp_path,
+        "nmae: x\nnodes:\n  - name: a\n    gpus: {type: a b}\n    memory: 1Gi\n    cpus: x\n",
+    )
     assert [line.split(": ")[0:2] for line in found] == [
         ["cluster.yaml:1", "nmae"],
         ["cluster.yaml:4", "nodes[0].gpus[0].type"],

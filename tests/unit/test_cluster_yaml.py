@@ -7,19 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_slurm.cluster import Cluster, GpuModel, Node, Ssh
-from ddp_slurm.cluster_yaml import cluster_yaml
+from ddp_slurm.cluster.write import cluster_yaml
 
 WORDS = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.+@-]{0,8}", fullmatch=True) | st.sampled_from(
     ["no", "yes", "null", "0123", "1_0", "1e3", "0x1f", "on"]
 )
-TEXTS = st.text(st.characters(categories=["L", "N", "P", "S", "Zs"], exclude_characters="`"), max_size=9).filter(
-    lambda text: not re.search(r"\$(\(|\{?(A|NO|b_1))", text)
-)
+TEXTS = st.text(
+    st.characters(categories=["L", "N", "P", "S", "Zs"], exclude_characters="`"), max_size=9
+).filter(lambda text: not re.search(r"\$(\(|\{?(A|NO|b_1))", text))
 TYPES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,8}", fullmatch=True)
 NUMBERS = st.none() | st.integers(1, 300)
-GPUS = st.builds(GpuModel, type=st.none() | TYPES, count=st.integers(1, 9), minors=st.none()) | st.just(
-    GpuModel(count=2, minors=(3, 1))
-)
+GPUS = st.builds(
+    GpuModel, type=st.none() | TYPES, count=st.integers(1, 9), minors=st.none()
+) | st.just(GpuModel(count=2, minors=(3, 1)))
 
 
 def each_has_a_type_of_its_own(gpus: tuple[GpuModel, ...]) -> bool:
@@ -37,7 +37,9 @@ NODES = st.builds(
     interface=st.none() | st.sampled_from(["eno1", "enp3s0f1.7"]),
     partition=st.none() | WORDS,
     constraint=st.none() | st.sampled_from(["volta&nvlink", "[a|b]", "(x,y)*2", "!z"]),
-    env=st.dictionaries(st.sampled_from(["A", "NO", "b_1"]), TEXTS).map(lambda env: tuple(env.items())),
+    env=st.dictionaries(st.sampled_from(["A", "NO", "b_1"]), TEXTS).map(
+        lambda env: tuple(env.items())
+    ),
     ssh=st.builds(
         Ssh,
         user=st.none() | st.just("ann"),
@@ -77,7 +79,9 @@ def test_equal_nodes_share_an_item_unless_each_has_an_address() -> None:
 
 def test_comments_stand_behind_what_they_are_about() -> None:
     nodes = (Node("a", (GpuModel(type="titan"),), 4), Node("b", (GpuModel(type="titan"),), 4))
-    assert cluster_yaml(Cluster("lab", nodes), ["top"], {"b": {"name": "new", "gpus": "12 GB", "memory": "?"}}) == (
+    assert cluster_yaml(
+        Cluster("lab", nodes), ["top"], {"b": {"name": "new", "gpus": "12 GB", "memory": "?"}}
+    ) == (
         "# top\nname: lab\nnodes:\n"
         "  - name: a\n    gpus: {type: titan, count: 1}\n    cpus: 4\n"
         "  - name: b  # new\n    gpus: {type: titan, count: 1}  # 12 GB\n    cpus: 4\n"

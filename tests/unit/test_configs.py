@@ -32,10 +32,16 @@ nodes:
   - {name: login, gpus: 0, cpus: 4, memory: 8000M, partition: all}
 """
 LAB = LabSettings(
-    state_dir="/lab/state", spool_dir="/lab/spool/%n", log_dir="/lab/log", run_dir="/lab", munge_socket="/lab/munge",
-    controller="controller", controller_address="198.18.0.254", addresses={"beta": "198.18.0.2"},
+    state_dir="/lab/state",
+    spool_dir="/lab/spool/%n",
+    log_dir="/lab/log",
+    run_dir="/lab",
+    munge_socket="/lab/munge",
+    controller="controller",
+    controller_address="198.18.0.254",
+    addresses={"beta": "198.18.0.2"},
     gpu_device_prefix="/lab/dev/nvidia",
-)  # fmt: skip
+)
 
 
 @pytest.fixture
@@ -68,7 +74,12 @@ def option(text: str, key: str) -> str:
 
 
 def nodes_of(text: str) -> dict[str, dict[str, str]]:
-    return {name: line for line in lines_of(text) if "NodeName" in line for name in expand_hostlist(line["NodeName"])}
+    return {
+        name: line
+        for line in lines_of(text)
+        if "NodeName" in line
+        for name in expand_hostlist(line["NodeName"])
+    }
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -78,7 +89,11 @@ def test_every_line_is_known_to_the_release_and_has_a_reason(
 ) -> None:
     known = known_options(release)
     files = render_configs(
-        cluster, slurm_version=release, lab=lab, slurmdbd=True, health_check="/usr/local/sbin/gpu_check"
+        cluster,
+        slurm_version=release,
+        lab=lab,
+        slurmdbd=True,
+        health_check="/usr/local/sbin/gpu_check",
     )
     assert list(files) == ["slurm.conf", "gres.conf", "cgroup.conf", "slurmdbd.conf"]
     for name, text in files.items():
@@ -87,7 +102,12 @@ def test_every_line_is_known_to_the_release_and_has_a_reason(
             if re.match(r"\w", line):
                 key, _, value = line.partition(" ")[0].partition("=")
                 assert key in known, f"{name} of {release}: {line}"
-                younger = {o.partition("=")[2] for r in RELEASES for o in known_options(r) if o.startswith(f"{key}=")}
+                younger = {
+                    o.partition("=")[2]
+                    for r in RELEASES
+                    for o in known_options(r)
+                    if o.startswith(f"{key}=")
+                }
                 for item in {part.partition("=")[0] for part in value.split(",")} & younger:
                     assert f"{key}={item}" in known, f"{name} of {release}: {line}"
                 assert above, f"{name} of {release} gives no reason for {line}"
@@ -121,17 +141,32 @@ def test_the_lines_that_het_jobs_and_gpus_need(cluster: Cluster) -> None:
     files = render_configs(cluster)
     conf = files["slurm.conf"]
     expected = {
-        "ClusterName": "lab", "SlurmctldHost": "gamma", "SchedulerType": "sched/backfill",
-        "SelectType": "select/cons_tres", "SelectTypeParameters": "CR_Core_Memory", "ReturnToService": "2",
-        "ProctrackType": "proctrack/cgroup", "TaskPlugin": "task/affinity,task/cgroup", "GresTypes": "gpu",
-        "PropagateResourceLimitsExcept": "MEMLOCK", "MpiDefault": "none", "UnkillableStepTimeout": "180",
-    }  # fmt: skip
+        "ClusterName": "lab",
+        "SlurmctldHost": "gamma",
+        "SchedulerType": "sched/backfill",
+        "SelectType": "select/cons_tres",
+        "SelectTypeParameters": "CR_Core_Memory",
+        "ReturnToService": "2",
+        "ProctrackType": "proctrack/cgroup",
+        "TaskPlugin": "task/affinity,task/cgroup",
+        "GresTypes": "gpu",
+        "PropagateResourceLimitsExcept": "MEMLOCK",
+        "MpiDefault": "none",
+        "UnkillableStepTimeout": "180",
+    }
     assert {key: option(conf, key) for key in expected} == expected
-    assert set(option(conf, "SchedulerParameters").split(",")) == {"bf_hetjob_immediate", "whole_hetjob"}
-    assert int(option(conf, "DefMemPerCPU")) == 8000 // 4, "the smallest memory a CPU: more would not fit on that node"
+    assert set(option(conf, "SchedulerParameters").split(",")) == {
+        "bf_hetjob_immediate",
+        "whole_hetjob",
+    }
+    assert int(option(conf, "DefMemPerCPU")) == 8000 // 4, (
+        "the smallest memory a CPU: more would not fit on that node"
+    )
     assert {key for line in lines_of(files["cgroup.conf"]) for key in line} == {
-        "ConstrainCores", "ConstrainDevices", "ConstrainRAMSpace",
-    }  # fmt: skip
+        "ConstrainCores",
+        "ConstrainDevices",
+        "ConstrainRAMSpace",
+    }
     assert "HealthCheckProgram" not in conf
 
 
@@ -141,11 +176,17 @@ def test_nodes(cluster: Cluster) -> None:
     for node in cluster.nodes:
         line = nodes[node.name]
         assert line["CPUs"] == str(node.cpus)
-        assert line["RealMemory"] == str(node.memory_mb), "a job asks for all of the memory of cluster.yaml"
+        assert line["RealMemory"] == str(node.memory_mb), (
+            "a job asks for all of the memory of cluster.yaml"
+        )
         assert line.get("Gres", "") == node.gres
         assert line.get("NodeAddr") == node.address
     assert nodes["alpha"]["Gres"] == "gpu:a100:3,gpu:v100:2"
-    assert [nodes["alpha"][key] for key in ("Sockets", "CoresPerSocket", "ThreadsPerCore")] == ["2", "8", "2"]
+    assert [nodes["alpha"][key] for key in ("Sockets", "CoresPerSocket", "ThreadsPerCore")] == [
+        "2",
+        "8",
+        "2",
+    ]
     assert nodes["alpha"]["Feature"] == "cc80,vram80gb"
     assert nodes["beta"]["Feature"] == "volta,nvlink", "a job of this node asks for its constraint"
     by_weight = sorted(nodes, key=lambda name: int(nodes[name]["Weight"]))
@@ -154,11 +195,17 @@ def test_nodes(cluster: Cluster) -> None:
 
 def test_ipv6(cluster: Cluster, load: Callable[[str], Cluster]) -> None:
     old, new = (
-        render_configs(load(CLUSTER.replace("192.168.8.151", '"fd00::5"')), slurm_version=release)["slurm.conf"]
+        render_configs(load(CLUSTER.replace("192.168.8.151", '"fd00::5"')), slurm_version=release)[
+            "slurm.conf"
+        ]
         for release in ("22.05", "24.11")
     )
     assert nodes_of(old)["beta"]["NodeAddr"] == "fd00::5"
-    assert option(old, "CommunicationParameters") == option(new, "CommunicationParameters") == "EnableIPv6"
+    assert (
+        option(old, "CommunicationParameters")
+        == option(new, "CommunicationParameters")
+        == "EnableIPv6"
+    )
     assert "enable_configless" in option(new, "SlurmctldParameters")
     assert "enable_configless" not in option(old, "SlurmctldParameters")
     assert "CommunicationParameters" not in render_configs(cluster)["slurm.conf"]
@@ -175,7 +222,12 @@ def test_weights_keep_the_big_cards_for_last(load: Callable[[str], Cluster]) -> 
         "name: b, gpus: 8",
         "name: c, gpus: 4, features: [vram80gb]",
     )
-    assert order(big, f"{many}, features: [vram24gb]", small, "name: d, gpus: 0") == ["d", "a", "b", "c"]
+    assert order(big, f"{many}, features: [vram24gb]", small, "name: d, gpus: 0") == [
+        "d",
+        "a",
+        "b",
+        "c",
+    ]
     assert order(big, many, small) == ["a", "c", "b"], "by count where one does not say its memory"
 
 
@@ -193,16 +245,28 @@ def test_a_gres_line_for_each_model_with_its_device_files(cluster: Cluster) -> N
 
 def test_partitions(cluster: Cluster, load: Callable[[str], Cluster]) -> None:
     def partitions(cluster: Cluster) -> dict[str, tuple[list[str], str]]:
-        lines = [line for line in lines_of(render_configs(cluster)["slurm.conf"]) if "PartitionName" in line]
-        return {line["PartitionName"]: (expand_hostlist(line["Nodes"]), line["Default"]) for line in lines}
+        lines = [
+            line
+            for line in lines_of(render_configs(cluster)["slurm.conf"])
+            if "PartitionName" in line
+        ]
+        return {
+            line["PartitionName"]: (expand_hostlist(line["Nodes"]), line["Default"])
+            for line in lines
+        }
 
     everyone = [node.name for node in cluster.nodes]
     assert partitions(cluster) == {"all": (everyone, "YES"), "big": (["alpha"], "NO")}
-    told = load(CLUSTER.replace("partition: big", "partition: a").replace("memory: 30G", "memory: 30G, partition: b")
-                .replace("memory: 60G", "memory: 60G, partition: b"))  # fmt: skip
+    told = load(
+        CLUSTER.replace("partition: big", "partition: a")
+        .replace("memory: 30G", "memory: 30G, partition: b")
+        .replace("memory: 60G", "memory: 60G, partition: b")
+    )
     assert partitions(told) == {
-        "b": (["gamma", "beta", "amd01", "amd02"], "YES"), "a": (["alpha"], "NO"), "all": (["login"], "NO"),
-    }  # fmt: skip
+        "b": (["gamma", "beta", "amd01", "amd02"], "YES"),
+        "a": (["alpha"], "NO"),
+        "all": (["login"], "NO"),
+    }
 
 
 def test_the_lab_differs_where_one_machine_cannot_do_otherwise(cluster: Cluster) -> None:
@@ -212,16 +276,23 @@ def test_the_lab_differs_where_one_machine_cannot_do_otherwise(cluster: Cluster)
     assert option(conf, "AuthInfo").startswith("socket=/lab/munge")
     assert option(conf, "SlurmdParameters") == "config_overrides"
     assert option(conf, "ProctrackType") == "proctrack/linuxproc"
-    assert {"bf_interval=1", "bf_hetjob_immediate"} <= set(option(conf, "SchedulerParameters").split(","))
+    assert {"bf_interval=1", "bf_hetjob_immediate"} <= set(
+        option(conf, "SchedulerParameters").split(",")
+    )
     assert nodes_of(conf)["beta"]["NodeAddr"] == "198.18.0.2"
     assert all(line["File"].startswith("/lab/dev/nvidia") for line in lines_of(files["gres.conf"]))
 
 
 def test_slurmdbd_and_the_database_go_together(cluster: Cluster) -> None:
     without, with_database = render_configs(cluster), render_configs(cluster, slurmdbd=True)
-    assert "AccountingStorage" not in without["slurm.conf"], "AccountingStorageTRES without slurmdbd stops slurmctld"
+    assert "AccountingStorage" not in without["slurm.conf"], (
+        "AccountingStorageTRES without slurmdbd stops slurmctld"
+    )
     assert option(without["slurm.conf"], "JobCompType") == "jobcomp/filetxt"
-    assert option(with_database["slurm.conf"], "AccountingStorageType") == "accounting_storage/slurmdbd"
+    assert (
+        option(with_database["slurm.conf"], "AccountingStorageType")
+        == "accounting_storage/slurmdbd"
+    )
     assert option(with_database["slurm.conf"], "AccountingStorageTRES") == "gres/gpu"
     assert option(with_database["slurmdbd.conf"], "DbdHost") == "gamma"
     assert "slurmdbd.conf" not in without
@@ -231,13 +302,24 @@ def test_slurmdbd_and_the_database_go_together(cluster: Cluster) -> None:
     ("change", "message"),
     [
         (("cpus: 8, memory: 30G, features", "features"), "node 'gamma' has no cpus and no memory"),
-        (("cores_per_socket: 8", "cores_per_socket: 9"), "2 sockets * 9 cores_per_socket * 2 threads_per_core = 36"),
-        (("gpus: 2, cpus", "gpus: 129, cpus"), "node 'beta' has 129 GPUs; a node can have at most 128"),
-        (("partition: big", "partition: default"), "node 'alpha': a partition cannot be called 'default'"),
+        (
+            ("cores_per_socket: 8", "cores_per_socket: 9"),
+            "2 sockets * 9 cores_per_socket * 2 threads_per_core = 36",
+        ),
+        (
+            ("gpus: 2, cpus", "gpus: 129, cpus"),
+            "node 'beta' has 129 GPUs; a node can have at most 128",
+        ),
+        (
+            ("partition: big", "partition: default"),
+            "node 'alpha': a partition cannot be called 'default'",
+        ),
         (("name: login", "name: DEFAULT"), "node 'DEFAULT': a node cannot be called 'DEFAULT'"),
     ],
 )
-def test_what_cannot_be_configured(load: Callable[[str], Cluster], change: tuple[str, str], message: str) -> None:
+def test_what_cannot_be_configured(
+    load: Callable[[str], Cluster], change: tuple[str, str], message: str
+) -> None:
     with pytest.raises(DdpSlurmError, match=re.escape(message)):
         render_configs(load(CLUSTER.replace(*change)))
 
@@ -262,13 +344,20 @@ def test_releases_that_are_refused(version: str, message: str) -> None:
         slurm_release(version)
 
 
-def test_files_are_written_whole_and_the_database_file_for_its_owner_only(cluster: Cluster, tmp_path: Path) -> None:
+def test_files_are_written_whole_and_the_database_file_for_its_owner_only(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     files = render_configs(cluster, slurmdbd=True)
     folder = tmp_path / "new" / "etc"
     paths = write_configs(files, folder)
     assert {path.name: path.read_text() for path in folder.iterdir()} == files
     modes = {path.name: path.stat().st_mode & 0o777 for path in paths}
-    assert modes == {"slurm.conf": 0o644, "gres.conf": 0o644, "cgroup.conf": 0o644, "slurmdbd.conf": 0o600}
+    assert modes == {
+        "slurm.conf": 0o644,
+        "gres.conf": 0o644,
+        "cgroup.conf": 0o644,
+        "slurmdbd.conf": 0o600,
+    }
     (tmp_path / "file").touch()
     with pytest.raises(DdpSlurmError, match="file"):
         write_configs(files, tmp_path / "file")
@@ -280,7 +369,14 @@ def ddp_slurm(*words: str) -> str:
 
 
 def test_the_command_prints_or_writes_the_files(cluster: Cluster, tmp_path: Path) -> None:
-    arguments = ["cluster", "configs", "--cluster", str(tmp_path / "cluster.yaml"), "--slurm-version", "24.11.5"]
+    arguments = [
+        "cluster",
+        "configs",
+        "--cluster",
+        str(tmp_path / "cluster.yaml"),
+        "--slurm-version",
+        "24.11.5",
+    ]
     printed = ddp_slurm(*arguments)
     files = render_configs(cluster, slurm_version="24.11")
     assert all(text in printed for text in files.values())

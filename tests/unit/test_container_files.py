@@ -34,9 +34,17 @@ BOX = {"GPUS": "2", "NODE_RANK": "1", "MASTER_ADDR": "192.0.2.1"}
 
 def test_composes_command_is_torchruns() -> None:
     assert shlex.split(substitute(str(service()["command"]), {**BOX, "COMMAND": "t.py 'a b'"})) == [
-        "torchrun", "--nnodes=2", "--nproc-per-node=2", "--node-rank=1", "--master-addr=192.0.2.1", "--master-port=29500",
-        "--rdzv-conf=timeout=180", "--max-restarts=0", "t.py", "a b",
-    ]  # fmt: skip
+        "torchrun",
+        "--nnodes=2",
+        "--nproc-per-node=2",
+        "--node-rank=1",
+        "--master-addr=192.0.2.1",
+        "--master-port=29500",
+        "--rdzv-conf=timeout=180",
+        "--max-restarts=0",
+        "t.py",
+        "a b",
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(BOX))
@@ -48,13 +56,26 @@ def test_compose_says_what_is_missing(name: str) -> None:
 def test_compose_sets_the_interface_only_where_it_is_said() -> None:
     environment = service()["environment"]
     assert isinstance(environment, dict)
-    found = [substitute(environment["NCCL_SOCKET_IFNAME"], values) for values in ({"INTERFACE": "eno1"}, {})]
+    found = [
+        substitute(environment["NCCL_SOCKET_IFNAME"], values)
+        for values in ({"INTERFACE": "eno1"}, {})
+    ]
     assert found == ["=eno1", ""]
 
 
 def test_the_image_is_made_of_files_that_are_there() -> None:
     text = (FOLDER / "Dockerfile").read_text()
-    assert re.findall(r"^(?!#)(\w+) ", text, re.MULTILINE) == ["ARG", "FROM", "COPY", "RUN", "WORKDIR"]
-    kept = [line[1:] for line in (FOLDER / "Dockerfile.dockerignore").read_text().splitlines() if line.startswith("!")]
+    assert re.findall(r"^(?!#)(\w+) ", text, re.MULTILINE) == [
+        "ARG",
+        "FROM",
+        "COPY",
+        "RUN",
+        "WORKDIR",
+    ]
+    kept = [
+        line[1:]
+        for line in (FOLDER / "Dockerfile.dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    ]
     assert {"ddp_slurm", "slurm", "cluster_setup", "setup.cfg", "pyproject.toml"} <= set(kept)
     assert [name for name in kept if not (ROOT / name).exists()] == []

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ddp_slurm.cluster import GpuModel, Node
-from ddp_slurm.discover import Discovered, DiscoverError, discover, read_nodes
+from ddp_slurm.cluster.discover import Discovered, DiscoverError, discover, read_nodes
 
 RECORDED = Path(__file__).parent / "scontrol"
 NODE = (
@@ -35,29 +35,79 @@ def test_recorded_on_live_daemons(release: str) -> None:
     assert f"Version={release}." in nodes
     found = read_nodes(nodes, (RECORDED / release / "partition.txt").read_text(), "trio")
     expected = {
-        "alpha": Node("alpha", (GpuModel(type="a100", count=3), GpuModel(type="v100", count=1)), 32, 245760,
-                      "198.18.2.5", partition="big", sockets=2, cores_per_socket=8, threads_per_core=2),
-        "beta": Node("beta", (GpuModel(count=2),), 16, 61440, "198.18.2.2", features=("volta", "vram32gb")),
+        "alpha": Node(
+            "alpha",
+            (GpuModel(type="a100", count=3), GpuModel(type="v100", count=1)),
+            32,
+            245760,
+            "198.18.2.5",
+            partition="big",
+            sockets=2,
+            cores_per_socket=8,
+            threads_per_core=2,
+        ),
+        "beta": Node(
+            "beta", (GpuModel(count=2),), 16, 61440, "198.18.2.2", features=("volta", "vram32gb")
+        ),
         "gamma": Node("gamma", (GpuModel(type="titan", count=1),), 8, 30720, "198.18.2.1"),
         "login": Node("login", (), 4, 8000, "198.18.2.6"),
-        **{name: Node(name, (GpuModel(type="rtx_3090", count=2),), 12, 122880, address,
-                      sockets=1, cores_per_socket=6, threads_per_core=2)
-           for name, address in (("node9", "198.18.2.3"), ("node10", "198.18.2.4"))},
-    }  # fmt: skip
+        **{
+            name: Node(
+                name,
+                (GpuModel(type="rtx_3090", count=2),),
+                12,
+                122880,
+                address,
+                sockets=1,
+                cores_per_socket=6,
+                threads_per_core=2,
+            )
+            for name, address in (("node9", "198.18.2.3"), ("node10", "198.18.2.4"))
+        },
+    }
     assert {node.name: node for node in found.cluster.nodes} == expected
     delta, epsilon, zeta = found.left_out
     assert "delta: its state is DOWN: disk" in delta
-    assert "epsilon: its state is IDLE+DRAIN: gres/gpu count reported lower than configured (1 < 4)" in epsilon
+    assert (
+        "epsilon: its state is IDLE+DRAIN: gres/gpu count reported lower than configured (1 < 4)"
+        in epsilon
+    )
     assert "zeta: no open partition takes it (Partitions=closed)" in zeta
 
 
 @pytest.mark.parametrize(
     ("state", "usable"),
-    [(state, True) for state in ("IDLE", "MIXED", "ALLOCATED", "ALLOCATED+COMPLETING", "IDLE+CLOUD+POWERED_DOWN",
-                                 "MIXED+PLANNED", "RESERVED", "IDLE+DYNAMIC_NORM")]
-    + [(state, False) for state in ("DOWN", "DOWN*", "IDLE*", "DOWN+NOT_RESPONDING", "MIXED+DRAIN", "IDLE+DRAIN+CLOUD",
-                                    "DRAINED", "FUTURE", "UNKNOWN*", "INVAL", "IDLE+FAIL", "IDLE+MAINT")],
-)  # fmt: skip
+    [
+        (state, True)
+        for state in (
+            "IDLE",
+            "MIXED",
+            "ALLOCATED",
+            "ALLOCATED+COMPLETING",
+            "IDLE+CLOUD+POWERED_DOWN",
+            "MIXED+PLANNED",
+            "RESERVED",
+            "IDLE+DYNAMIC_NORM",
+        )
+    ]
+    + [
+        (state, False)
+        for state in (
+            "DOWN",
+            "DOWN*",
+            "IDLE*",
+            "DOWN+NOT_RESPONDING",
+            "MIXED+DRAIN",
+            "IDLE+DRAIN+CLOUD",
+            "DRAINED",
+            "FUTURE",
+            "UNKNOWN*",
+            "INVAL",
+            "IDLE+FAIL",
+            "IDLE+MAINT",
+        )
+    ],
+)
 def test_states(state: str, usable: bool) -> None:
     found = read(("State=IDLE", f"State={state}"))
     assert ("n1" in [node.name for node in found.cluster.nodes]) == usable
@@ -83,7 +133,9 @@ def test_gres(gres: str, models: list[tuple[str | None, int]]) -> None:
 
 
 def test_what_cluster_yaml_cannot_hold_is_named() -> None:
-    found = read(("gpu:a100:4", "gpu:a+b:4"), ("AvailableFeatures=(null)", "AvailableFeatures=ib,rack=3"))
+    found = read(
+        ("gpu:a100:4", "gpu:a+b:4"), ("AvailableFeatures=(null)", "AvailableFeatures=ib,rack=3")
+    )
     assert found.cluster.nodes[0].gpus == (GpuModel(count=4),)
     assert found.cluster.nodes[0].features == ("ib",)
     assert "n1: the type 'a+b'" in found.left_out[0]
@@ -91,10 +143,14 @@ def test_what_cluster_yaml_cannot_hold_is_named() -> None:
 
 
 def test_cpus_and_memory_are_those_that_a_job_can_have() -> None:
-    node = first_node(("CPUEfctv=8", "CPUEfctv=6"), ("RealMemory=30720", "RealMemory=30720 MemSpecLimit=2048"))
+    node = first_node(
+        ("CPUEfctv=8", "CPUEfctv=6"), ("RealMemory=30720", "RealMemory=30720 MemSpecLimit=2048")
+    )
     assert (node.cpus, node.memory_mb) == (6, 28672)
     assert first_node(("CPUEfctv=8 ", "")).cpus == 8
-    assert first_node(("RealMemory=30720", "RealMemory=1")).memory_mb is None, "1 is Slurm's word for 'not configured'"
+    assert first_node(("RealMemory=30720", "RealMemory=1")).memory_mb is None, (
+        "1 is Slurm's word for 'not configured'"
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,8 +160,20 @@ def test_cpus_and_memory_are_those_that_a_job_can_have() -> None:
         ([("main", "Default=NO State=UP")], "main"),
         ([("main", "Default=NO State=UP"), ("all", "Default=YES State=UP")], None),
         ([("main", "Default=NO State=UP"), ("all", "Default=YES State=DOWN")], "main"),
-        ([("main", "Default=NO State=UP TotalNodes=2"), ("all", "Default=NO State=UP TotalNodes=9")], "all"),
-        ([("all", "Default=NO State=UP RootOnly=YES"), ("main", "Default=NO State=UP RootOnly=NO")], "main"),
+        (
+            [
+                ("main", "Default=NO State=UP TotalNodes=2"),
+                ("all", "Default=NO State=UP TotalNodes=9"),
+            ],
+            "all",
+        ),
+        (
+            [
+                ("all", "Default=NO State=UP RootOnly=YES"),
+                ("main", "Default=NO State=UP RootOnly=NO"),
+            ],
+            "main",
+        ),
     ],
 )
 def test_partition(partitions: list[tuple[str, str]], chosen: str | None) -> None:
@@ -116,8 +184,12 @@ def test_partition(partitions: list[tuple[str, str]], chosen: str | None) -> Non
 
 
 def test_no_node_to_train_on() -> None:
-    drained = NODE.replace("State=IDLE", "State=IDLE+DRAIN") + " Reason=broken [root@2026-01-01T00:00:00]"
-    with pytest.raises(DiscoverError, match=r"(?s)n1: its state is IDLE\+DRAIN: broken.*no usable node with a GPU"):
+    drained = (
+        NODE.replace("State=IDLE", "State=IDLE+DRAIN") + " Reason=broken [root@2026-01-01T00:00:00]"
+    )
+    with pytest.raises(
+        DiscoverError, match=r"(?s)n1: its state is IDLE\+DRAIN: broken.*no usable node with a GPU"
+    ):
         read_nodes(drained, PARTITION, "lab")
     with pytest.raises(DiscoverError, match="no usable node with a GPU"):
         read_nodes("No nodes in the system\n", PARTITION, "lab")
@@ -134,9 +206,14 @@ esac
 """
 
 
-def test_discover_asks_scontrol(stub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_discover_asks_scontrol(
+    stub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     drained = NODE.replace("n1", "n2").replace("State=IDLE", "State=DRAINED") + r" Reason=L\xfcfter"
-    stub("scontrol", SCONTROL.replace('"@NODE"', rf"$'{NODE}\n{drained}'").replace("@PARTITION", PARTITION))
+    stub(
+        "scontrol",
+        SCONTROL.replace('"@NODE"', rf"$'{NODE}\n{drained}'").replace("@PARTITION", PARTITION),
+    )
     monkeypatch.setenv("SLURM_CLUSTERS", "another")
     cluster = discover()
     assert (cluster.name, [node.name for node in cluster.nodes]) == ("lab9", ["n1"])
@@ -146,8 +223,13 @@ def test_discover_asks_scontrol(stub, monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_slurm_that_does_not_answer(stub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    stub("scontrol", "echo 'slurm_load_node error: Unable to contact slurm controller (connect failure)'; exit 1")
-    with pytest.raises(DiscoverError, match=r"scontrol show config: .*Unable to contact slurm controller"):
+    stub(
+        "scontrol",
+        "echo 'slurm_load_node error: Unable to contact slurm controller (connect failure)'; exit 1",
+    )
+    with pytest.raises(
+        DiscoverError, match=r"scontrol show config: .*Unable to contact slurm controller"
+    ):
         discover()
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(DiscoverError, match=r"no scontrol on PATH: write a cluster\.yaml"):

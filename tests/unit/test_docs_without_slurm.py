@@ -14,7 +14,9 @@ TEXT = (DOCS / "without_slurm.md").read_text()
 @pytest.fixture
 def boxes(tmp_path: Path) -> Path:
     """A folder with the page's cluster.yaml."""
-    (tmp_path / "cluster.yaml").write_text(re.findall(r"```yaml\n(name: boxes.*?)```", TEXT, re.DOTALL)[0])
+    (tmp_path / "cluster.yaml").write_text(
+        re.findall(r"```yaml\n(name: boxes.*?)```", TEXT, re.DOTALL)[0]
+    )
     return tmp_path
 
 
@@ -26,7 +28,9 @@ def submit(folder: Path, *words: str) -> str:
 
 
 def test_the_two_boxes_get_the_lines_that_one_would_type(boxes: Path) -> None:
-    lines = submit(boxes, "--backend", "torchrun", "--dry-run", "--", "python", "train.py", "5", "1").splitlines()
+    lines = submit(
+        boxes, "--backend", "torchrun", "--dry-run", "--", "python", "train.py", "5", "1"
+    ).splitlines()
     assert [line for line in lines if line.startswith("#")] == [
         "# on box1 (me@192.168.8.151):",
         "# on box2 (me@192.168.8.152):",

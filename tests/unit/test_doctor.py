@@ -13,17 +13,27 @@ from ddp_slurm.admin.doctor import ask as asking
 from ddp_slurm.admin.doctor.checks_training import is_served
 from ddp_slurm.admin.doctor.snapshot import gpus_of_gres, parse_slurm_nodes
 from ddp_slurm.admin.facts import Block, Facts
-from ddp_slurm.admin.remote import RemoteError, Result
 from ddp_slurm.cluster import Cluster, GpuModel, Node
+from ddp_slurm.ssh.remote import RemoteError, Result
 
 NODES = (
-    Node("gamma", gpus=(GpuModel(type="titan"),), cpus=8, memory_mb=30000, sockets=1, cores_per_socket=4),
+    Node(
+        "gamma",
+        gpus=(GpuModel(type="titan"),),
+        cpus=8,
+        memory_mb=30000,
+        sockets=1,
+        cores_per_socket=4,
+    ),
     Node("beta", gpus=(GpuModel(type="v100", count=2),), cpus=8, memory_mb=30000),
     Node("alpha", gpus=(GpuModel(type="a100", count=2),), cpus=8, memory_mb=30000),
 )
 CLUSTER = Cluster("lab", NODES, controller="alpha")
-CARDS = {"gamma": ("NVIDIA TITAN V", "7.0", 1), "beta": ("Tesla V100-SXM2-32GB", "7.0", 2),
-         "alpha": ("NVIDIA A100-SXM4-80GB", "8.0", 2)}  # fmt: skip
+CARDS = {
+    "gamma": ("NVIDIA TITAN V", "7.0", 1),
+    "beta": ("Tesla V100-SXM2-32GB", "7.0", 2),
+    "alpha": ("NVIDIA A100-SXM4-80GB", "8.0", 2),
+}
 PASSWD = "root:x:0:0::/root:/bin/bash\nmunge:x:64031:64031::/:/usr/sbin/nologin\nslurm:x:64030:64030::/:/usr/sbin/nologin\nann:x:1000:1000::/home/ann:/bin/bash"
 SLURM_NODE = (
     "NodeName={name} Arch=x86_64 CoresPerSocket=4 CPUAlloc=0 CPUTot=8 CPULoad=0.1 AvailableFeatures=(null) Gres=gpu:{gpus} "
@@ -31,8 +41,14 @@ SLURM_NODE = (
     "Boards=1 State=IDLE ThreadsPerCore=2 TmpDisk=0 Partitions=all"
 )
 CONFIG = "Configuration data as of now\nHASH_VAL                = Match\nProctrackType           = proctrack/cgroup\nSlurmdParameters        = (null)"
-TRAINING = {"python": "3.11.4", "torch": "2.6.0+cu124", "cuda": "12.4", "cudnn": "90100", "nccl": "2.21.5",
-            "architectures": "sm_50 sm_70 sm_80 sm_90 compute_90"}  # fmt: skip
+TRAINING = {
+    "python": "3.11.4",
+    "torch": "2.6.0+cu124",
+    "cuda": "12.4",
+    "cudnn": "90100",
+    "nccl": "2.21.5",
+    "architectures": "sm_50 sm_70 sm_80 sm_90 compute_90",
+}
 
 
 def healthy(name: str) -> dict[str, list[str] | str]:
@@ -40,25 +56,44 @@ def healthy(name: str) -> dict[str, list[str] | str]:
     card, capability, count = CARDS[name]
     others = [other for other in CARDS if other != name]
     return {
-        "hostname": [name], "os": ["ubuntu-22.04"], "libc": ["glibc 2.35"], "memory_kib": [str(32768 * 1024)],
-        "cpu": [f"0 {core}" for core in range(4) for _ in range(2)], "munge_key": ["400 munge 1024"], "munged": ["/usr/sbin/munged"],
-        "cgroup": ["cgroup2fs"], "cgroup_plugin": ["/usr/lib/x86_64-linux-gnu/slurm-wlm/cgroup_v2.so"],
-        "config_file": ["/run/slurm/conf/slurm.conf 123 456"], "offset": ["0"],
-        "port": [f"{other} {port} {'open' if port == 6818 else 'refused'}" for other in others for port in (6817, 6818, 29500)],
+        "hostname": [name],
+        "os": ["ubuntu-22.04"],
+        "libc": ["glibc 2.35"],
+        "memory_kib": [str(32768 * 1024)],
+        "cpu": [f"0 {core}" for core in range(4) for _ in range(2)],
+        "munge_key": ["400 munge 1024"],
+        "munged": ["/usr/sbin/munged"],
+        "cgroup": ["cgroup2fs"],
+        "cgroup_plugin": ["/usr/lib/x86_64-linux-gnu/slurm-wlm/cgroup_v2.so"],
+        "config_file": ["/run/slurm/conf/slurm.conf 123 456"],
+        "offset": ["0"],
+        "port": [
+            f"{other} {port} {'open' if port == 6818 else 'refused'}"
+            for other in others
+            for port in (6817, 6818, 29500)
+        ],
         "resolves": [f"{other} 10.0.0.{list(CARDS).index(other) + 1}" for other in CARDS],
-        "nvidia-smi": "\n".join(f"{i}, 00000000:0{i}:00.0, 32768, 535.183.01, {card}" for i in range(count)),
+        "nvidia-smi": "\n".join(
+            f"{i}, 00000000:0{i}:00.0, 32768, 535.183.01, {card}" for i in range(count)
+        ),
         "nvidia-smi.capability": "\n".join(f"{i}, {capability}" for i in range(count)),
         "nvidia.module": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024",
-        "slurmd.version": "slurm-wlm 22.05.8", "slurm.ping": "Slurmctld(primary) at alpha is UP", "slurm.config": CONFIG,
+        "slurmd.version": "slurm-wlm 22.05.8",
+        "slurm.ping": "Slurmctld(primary) at alpha is UP",
+        "slurm.config": CONFIG,
         "slurm.nodes": "\n".join(SLURM_NODE.format(name=n, gpus=CARDS[n][2]) for n in CARDS),
-        "users": PASSWD, "unmunge": "STATUS:           Success (0)", "training": "facts " + json.dumps(TRAINING),
-    }  # fmt: skip
+        "users": PASSWD,
+        "unmunge": "STATUS:           Success (0)",
+        "training": "facts " + json.dumps(TRAINING),
+    }
 
 
 def facts_of(values: dict[str, list[str] | str]) -> Facts:
     lines = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
     blocks = {key: (Block(0, value),) for key, value in values.items() if isinstance(value, str)}
-    for key in [key for key in values if key.endswith("!")]:  # a failing command: "name!" holds "status text"
+    for key in [
+        key for key in values if key.endswith("!")
+    ]:  # a failing command: "name!" holds "status text"
         status, _, text = str(values[key]).partition(" ")
         blocks[key[:-1]] = (Block(int(status), text),)
     return Facts(lines, blocks, float(lines["offset"][0]), 0.5)
@@ -103,61 +138,323 @@ assert isinstance(NODES_TEXT, str)
 
 
 def nodes_text(old: str, new: str, name: str = "beta") -> dict[str, object]:
-    lines = [line.replace(old, new) if f"NodeName={name} " in line else line for line in NODES_TEXT.splitlines()]
+    lines = [
+        line.replace(old, new) if f"NodeName={name} " in line else line
+        for line in NODES_TEXT.splitlines()
+    ]
     return {"slurm.nodes": "\n".join(lines)}
 
 
 FAULTS: list[tuple[str, Severity, tuple[str, ...], str, dict[str, dict[str, object]]]] = [
-    ("Slurm release", E, ("beta",), r"21\.08\.5 on beta", {"beta": {"slurmd.version": "slurm-wlm 21.08.5"}, "everywhere": nodes_text("22.05.8", "21.08.5")}),
-    ("Slurm release", W, ("beta",), r"22\.05\.2 on beta", {"beta": {"slurmd.version": "slurm-wlm 22.05.2"}, "everywhere": nodes_text("22.05.8", "22.05.2")}),
+    (
+        "Slurm release",
+        E,
+        ("beta",),
+        r"21\.08\.5 on beta",
+        {
+            "beta": {"slurmd.version": "slurm-wlm 21.08.5"},
+            "everywhere": nodes_text("22.05.8", "21.08.5"),
+        },
+    ),
+    (
+        "Slurm release",
+        W,
+        ("beta",),
+        r"22\.05\.2 on beta",
+        {
+            "beta": {"slurmd.version": "slurm-wlm 22.05.2"},
+            "everywhere": nodes_text("22.05.8", "22.05.2"),
+        },
+    ),
     ("Slurm release", W, ("beta",), "still runs", {"everywhere": nodes_text("22.05.8", "22.05.2")}),
-    ("Slurm release", E, ("beta",), "not installed", {"beta": {"slurmd.version": None}, "everywhere": nodes_text("Version=22.05.8 ", "")}),
-    ("cgroup plugin", E, ("beta",), "cgroup_v2.so", {"beta": {"cgroup_plugin": ["/usr/lib/slurm/cgroup_v1.so"]}}),
-    ("hardware", E, ("gamma",), "cluster.yaml says 30000 MiB of memory, the machine has 15625", {"gamma": {"memory_kib": ["16000000"]}}),
-    ("hardware", E, ("beta",), "slurm.conf says 99000 MiB", {"everywhere": nodes_text("RealMemory=30000", "RealMemory=99000")}),
-    ("hardware", E, ("beta",), "slurm.conf says 8 cores, the machine has 4", {"everywhere": nodes_text("Sockets=1", "Sockets=2")}),
-    ("hardware", E, ("alpha",), "slurm.conf says 8 CPUs, the machine has 4", {"alpha": {"cpu": ["0 0", "0 1", "0 2", "0 3"]}}),
-    ("GPU count", E, ("beta",), "cluster.yaml says 2 GPUs, nvidia-smi shows 1", {"beta": {"nvidia-smi": lambda text: text.splitlines()[0]}}),
-    ("GPU count", E, ("beta",), "slurm.conf says 3 GPUs", {"everywhere": nodes_text("gpu:2", "gpu:v100:3(S:0)")}),
-    ("GPU count", W, ("gamma",), "slurm.conf says 1 GPUs, nvidia-smi shows 2", {"gamma": {"nvidia-smi": healthy("alpha")["nvidia-smi"]}}),
+    (
+        "Slurm release",
+        E,
+        ("beta",),
+        "not installed",
+        {"beta": {"slurmd.version": None}, "everywhere": nodes_text("Version=22.05.8 ", "")},
+    ),
+    (
+        "cgroup plugin",
+        E,
+        ("beta",),
+        "cgroup_v2.so",
+        {"beta": {"cgroup_plugin": ["/usr/lib/slurm/cgroup_v1.so"]}},
+    ),
+    (
+        "hardware",
+        E,
+        ("gamma",),
+        "cluster.yaml says 30000 MiB of memory, the machine has 15625",
+        {"gamma": {"memory_kib": ["16000000"]}},
+    ),
+    (
+        "hardware",
+        E,
+        ("beta",),
+        "slurm.conf says 99000 MiB",
+        {"everywhere": nodes_text("RealMemory=30000", "RealMemory=99000")},
+    ),
+    (
+        "hardware",
+        E,
+        ("beta",),
+        "slurm.conf says 8 cores, the machine has 4",
+        {"everywhere": nodes_text("Sockets=1", "Sockets=2")},
+    ),
+    (
+        "hardware",
+        E,
+        ("alpha",),
+        "slurm.conf says 8 CPUs, the machine has 4",
+        {"alpha": {"cpu": ["0 0", "0 1", "0 2", "0 3"]}},
+    ),
+    (
+        "GPU count",
+        E,
+        ("beta",),
+        "cluster.yaml says 2 GPUs, nvidia-smi shows 1",
+        {"beta": {"nvidia-smi": lambda text: text.splitlines()[0]}},
+    ),
+    (
+        "GPU count",
+        E,
+        ("beta",),
+        "slurm.conf says 3 GPUs",
+        {"everywhere": nodes_text("gpu:2", "gpu:v100:3(S:0)")},
+    ),
+    (
+        "GPU count",
+        W,
+        ("gamma",),
+        "slurm.conf says 1 GPUs, nvidia-smi shows 2",
+        {"gamma": {"nvidia-smi": healthy("alpha")["nvidia-smi"]}},
+    ),
     ("GPU count", E, ("beta",), "no nvidia-smi", {"beta": {"nvidia-smi": None}}),
-    ("munge key", E, ("beta",), "another munge key than alpha", {"beta": {"unmunge!": "15 unmunge: Error: Invalid credential"}}),
-    ("munge key", E, ("beta",), "munged does not run", {"beta": {"unmunge!": '6 unmunge: Error: Failed to access "/run/munge/munge.socket.2": No such file or directory'}}),
+    (
+        "munge key",
+        E,
+        ("beta",),
+        "another munge key than alpha",
+        {"beta": {"unmunge!": "15 unmunge: Error: Invalid credential"}},
+    ),
+    (
+        "munge key",
+        E,
+        ("beta",),
+        "munged does not run",
+        {
+            "beta": {
+                "unmunge!": '6 unmunge: Error: Failed to access "/run/munge/munge.socket.2": No such file or directory'
+            }
+        },
+    ),
     ("munge key", E, ("beta",), "mode 440", {"beta": {"munge_key": ["440 munge 1024"]}}),
     ("clock", E, ("beta",), "400 s behind", {"beta": {"offset": ["-400"]}}),
     ("clock", W, ("beta",), "8 s ahead of", {"beta": {"offset": ["8"]}}),
-    ("clock", E, ("beta",), "Rewound credential", {"beta": {"unmunge!": "16 unmunge: Error: Rewound credential"}}),
-    ("users", E, ("beta",), "slurm has different ids", {"beta": {"users": replaced("slurm:x:64030", "slurm:x:118")}}),
-    ("users", E, ("beta",), "slurm .* is missing", {"beta": {"users": replaced("slurm:", "slorm:")}}),
+    (
+        "clock",
+        E,
+        ("beta",),
+        "Rewound credential",
+        {"beta": {"unmunge!": "16 unmunge: Error: Rewound credential"}},
+    ),
+    (
+        "users",
+        E,
+        ("beta",),
+        "slurm has different ids",
+        {"beta": {"users": replaced("slurm:x:64030", "slurm:x:118")}},
+    ),
+    (
+        "users",
+        E,
+        ("beta",),
+        "slurm .* is missing",
+        {"beta": {"users": replaced("slurm:", "slorm:")}},
+    ),
     ("users", W, ("beta",), "ann .* is missing", {"beta": {"users": replaced("ann:", "bob:")}}),
-    ("firewall", E, ("alpha",), r"beta gets no answer from alpha on port 29500 .*, 6817 \(slurmctld\)", {"beta": {"port": ["alpha 6817 silent", "alpha 29500 unreachable"]}}),
-    ("GPU driver", E, ("beta",), "Driver/library version mismatch", {"beta": {"nvidia-smi!": "18 Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 550.54"}}),
-    ("GPU driver", E, ("beta",), r"kernel module 535\.171\.04, library 535\.183\.01", {"beta": {"nvidia.module": replaced("535.183.01", "535.171.04")}}),
+    (
+        "firewall",
+        E,
+        ("alpha",),
+        r"beta gets no answer from alpha on port 29500 .*, 6817 \(slurmctld\)",
+        {"beta": {"port": ["alpha 6817 silent", "alpha 29500 unreachable"]}},
+    ),
+    (
+        "GPU driver",
+        E,
+        ("beta",),
+        "Driver/library version mismatch",
+        {
+            "beta": {
+                "nvidia-smi!": "18 Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 550.54"
+            }
+        },
+    ),
+    (
+        "GPU driver",
+        E,
+        ("beta",),
+        r"kernel module 535\.171\.04, library 535\.183\.01",
+        {"beta": {"nvidia.module": replaced("535.183.01", "535.171.04")}},
+    ),
     ("host name", E, ("beta",), "'ubuntu'", {"beta": {"hostname": ["ubuntu.example"]}}),
-    ("name resolution", E, ("beta",), r"beta is 127\.0\.1\.1 here", {"beta": {"resolves": ["beta 127.0.1.1"]}}),
-    ("name resolution", W, ("beta",), "alpha has different addresses", {"beta": {"resolves": ["alpha 10.9.9.9", "beta 10.0.0.2"]}}),
-    ("configuration", E, ("beta",), "differs from the one", {"beta": {"slurm.config": replaced("Match", "Different Ours=0x1 Slurmctld=0x2")}}),
-    ("configuration", W, ("beta",), "/run/slurm/conf/slurm.conf is not the same", {"beta": {"config_file": ["/run/slurm/conf/slurm.conf 9 9"]}}),
-    ("slurmctld", E, ("alpha",), "answers nobody", {"everywhere": {"slurm.ping!": "1 Slurmctld(primary) at alpha is DOWN"}}),
-    ("slurmctld", E, ("beta",), "does not answer", {"beta": {"slurm.ping!": "1 Slurmctld(primary) at alpha is DOWN"}}),
-    ("node states", E, ("beta",), "Low RealMemory", {"everywhere": nodes_text("State=IDLE", "State=IDLE+DRAIN") | {"slurm.nodes": "\n".join(line.replace("State=IDLE", "State=IDLE+DRAIN") + " Reason=Low RealMemory (reported:15625 < 100.00% of configured:30000) [slurm@2026-01-01T00:00:00]" if "NodeName=beta" in line else line for line in NODES_TEXT.splitlines())}}),
-    ("node states", E, ("beta",), r"DOWN\*", {"everywhere": nodes_text("State=IDLE", "State=DOWN*")}),
-    ("torch", E, ("beta",), "No module named 'torch'", {"beta": {"training": 'facts {"python": "3.11.4", "torch_fault": "ModuleNotFoundError: No module named \'torch\'"}'}}),
-    ("torch", W, ("gamma", "beta", "alpha"), "No module named", {"everywhere": {"training": 'facts {"python": "3.11.4", "torch_fault": "No module named"}'}}),
+    (
+        "name resolution",
+        E,
+        ("beta",),
+        r"beta is 127\.0\.1\.1 here",
+        {"beta": {"resolves": ["beta 127.0.1.1"]}},
+    ),
+    (
+        "name resolution",
+        W,
+        ("beta",),
+        "alpha has different addresses",
+        {"beta": {"resolves": ["alpha 10.9.9.9", "beta 10.0.0.2"]}},
+    ),
+    (
+        "configuration",
+        E,
+        ("beta",),
+        "differs from the one",
+        {"beta": {"slurm.config": replaced("Match", "Different Ours=0x1 Slurmctld=0x2")}},
+    ),
+    (
+        "configuration",
+        W,
+        ("beta",),
+        "/run/slurm/conf/slurm.conf is not the same",
+        {"beta": {"config_file": ["/run/slurm/conf/slurm.conf 9 9"]}},
+    ),
+    (
+        "slurmctld",
+        E,
+        ("alpha",),
+        "answers nobody",
+        {"everywhere": {"slurm.ping!": "1 Slurmctld(primary) at alpha is DOWN"}},
+    ),
+    (
+        "slurmctld",
+        E,
+        ("beta",),
+        "does not answer",
+        {"beta": {"slurm.ping!": "1 Slurmctld(primary) at alpha is DOWN"}},
+    ),
+    (
+        "node states",
+        E,
+        ("beta",),
+        "Low RealMemory",
+        {
+            "everywhere": nodes_text("State=IDLE", "State=IDLE+DRAIN")
+            | {
+                "slurm.nodes": "\n".join(
+                    line.replace("State=IDLE", "State=IDLE+DRAIN")
+                    + " Reason=Low RealMemory (reported:15625 < 100.00% of configured:30000) [slurm@2026-01-01T00:00:00]"
+                    if "NodeName=beta" in line
+                    else line
+                    for line in NODES_TEXT.splitlines()
+                )
+            }
+        },
+    ),
+    (
+        "node states",
+        E,
+        ("beta",),
+        r"DOWN\*",
+        {"everywhere": nodes_text("State=IDLE", "State=DOWN*")},
+    ),
+    (
+        "torch",
+        E,
+        ("beta",),
+        "No module named 'torch'",
+        {
+            "beta": {
+                "training": 'facts {"python": "3.11.4", "torch_fault": "ModuleNotFoundError: No module named \'torch\'"}'
+            }
+        },
+    ),
+    (
+        "torch",
+        W,
+        ("gamma", "beta", "alpha"),
+        "No module named",
+        {
+            "everywhere": {
+                "training": 'facts {"python": "3.11.4", "torch_fault": "No module named"}'
+            }
+        },
+    ),
     ("torch", E, ("beta",), "python3 does not run", {"beta": {"training": None}}),
-    ("torch", W, ("gamma", "beta", "alpha"), "python3 does not run", {"everywhere": {"training": None}}),
-    ("versions", E, ("beta",), r"different NCCL: 2\.21\.5 on gamma, alpha, 2\.19\.3 on beta", {"beta": {"training": training(nccl="2.19.3")}}),
-    ("versions", E, ("gamma",), "different torch", {"gamma": {"training": training(torch="2.5.1+cu124")}}),
-    ("versions", E, ("gamma",), "different Python: 3.10 on gamma", {"gamma": {"training": training(python="3.10.12")}}),
-    ("driver branch", W, ("gamma",), "550 on gamma", {"gamma": {"nvidia-smi": replaced("535.183.01", "550.54.15"), "nvidia.module": None}}),
-    ("cards served", E, ("gamma",), r"TITAN V \(compute 7\.0\) is not served by torch 2\.8", {"gamma": {"training": training(torch="2.8.0+cu128", architectures="sm_75 sm_80 sm_90 compute_90")}}),
-    ("glibc", W, ("gamma",), r"glibc 2\.27; .*2\.7", {"gamma": {"libc": ["glibc 2.27"], "os": ["ubuntu-18.04"]}}),
-]  # fmt: skip
+    (
+        "torch",
+        W,
+        ("gamma", "beta", "alpha"),
+        "python3 does not run",
+        {"everywhere": {"training": None}},
+    ),
+    (
+        "versions",
+        E,
+        ("beta",),
+        r"different NCCL: 2\.21\.5 on gamma, alpha, 2\.19\.3 on beta",
+        {"beta": {"training": training(nccl="2.19.3")}},
+    ),
+    (
+        "versions",
+        E,
+        ("gamma",),
+        "different torch",
+        {"gamma": {"training": training(torch="2.5.1+cu124")}},
+    ),
+    (
+        "versions",
+        E,
+        ("gamma",),
+        "different Python: 3.10 on gamma",
+        {"gamma": {"training": training(python="3.10.12")}},
+    ),
+    (
+        "driver branch",
+        W,
+        ("gamma",),
+        "550 on gamma",
+        {"gamma": {"nvidia-smi": replaced("535.183.01", "550.54.15"), "nvidia.module": None}},
+    ),
+    (
+        "cards served",
+        E,
+        ("gamma",),
+        r"TITAN V \(compute 7\.0\) is not served by torch 2\.8",
+        {
+            "gamma": {
+                "training": training(
+                    torch="2.8.0+cu128", architectures="sm_75 sm_80 sm_90 compute_90"
+                )
+            }
+        },
+    ),
+    (
+        "glibc",
+        W,
+        ("gamma",),
+        r"glibc 2\.27; .*2\.7",
+        {"gamma": {"libc": ["glibc 2.27"], "os": ["ubuntu-18.04"]}},
+    ),
+]
 
 
 @pytest.mark.parametrize(("check", "severity", "nodes", "cause", "changes"), FAULTS)
 def test_a_fault_is_found_with_its_node_cause_and_cure(
-    check: str, severity: Severity, nodes: tuple[str, ...], cause: str, changes: dict[str, dict[str, object]]
+    check: str,
+    severity: Severity,
+    nodes: tuple[str, ...],
+    cause: str,
+    changes: dict[str, dict[str, object]],
 ) -> None:
     findings = [f for f in diagnose(snapshot(**changes)) if f.severity > Severity.OK]
     hits = [f for f in findings if f.check == check and re.search(cause, f.cause)]
@@ -175,18 +472,27 @@ def test_a_patch_level_alone_does_not_warn_of_pythons() -> None:
     [
         {"cgroup": ["tmpfs"], "cgroup_plugin": ["/usr/lib/slurm/cgroup_v1.so"]},
         {"offset": ["400"]},  # the machine that asks has the wrong clock, not all of the others
-        {"slurm.config": replaced("(null)", "config_overrides")} | nodes_text("RealMemory=30000", "RealMemory=99000"),
+        {"slurm.config": replaced("(null)", "config_overrides")}
+        | nodes_text("RealMemory=30000", "RealMemory=99000"),
     ],
     ids=["cgroup v1 without the v2 plugin", "the asking clock", "config_overrides"],
 )
 def test_what_looks_like_a_fault_and_is_none(changes: dict[str, object]) -> None:
-    assert [f for f in diagnose(snapshot(everywhere=changes)) if f.severity is not Severity.OK] == []
+    assert [
+        f for f in diagnose(snapshot(everywhere=changes)) if f.severity is not Severity.OK
+    ] == []
 
 
 def test_a_drain_by_an_administrator_is_a_warning_only() -> None:
     text = nodes_text("State=IDLE", "State=IDLE+DRAIN")["slurm.nodes"]
-    reason = str(text).replace("Partitions=all", "Partitions=all Reason=new fan [ann@2026-01-01T00:00:00]", 2)
-    findings = [f for f in diagnose(snapshot(everywhere={"slurm.nodes": reason})) if f.severity > Severity.OK]
+    reason = str(text).replace(
+        "Partitions=all", "Partitions=all Reason=new fan [ann@2026-01-01T00:00:00]", 2
+    )
+    findings = [
+        f
+        for f in diagnose(snapshot(everywhere={"slurm.nodes": reason}))
+        if f.severity > Severity.OK
+    ]
     assert [(f.check, f.severity, f.nodes, f.cause) for f in findings] == [
         ("node states", Severity.WARNING, ("beta",), "IDLE+DRAIN: new fan (by ann)")
     ]
@@ -195,7 +501,9 @@ def test_a_drain_by_an_administrator_is_a_warning_only() -> None:
 def test_a_node_that_does_not_answer_is_an_error_of_its_own() -> None:
     whole = snapshot()
     facts = {name: told for name, told in whole.facts.items() if name != "beta"}
-    broken = Snapshot(CLUSTER, facts, {"beta": "beta: cannot be reached by ssh: timed out"}, "alpha")
+    broken = Snapshot(
+        CLUSTER, facts, {"beta": "beta: cannot be reached by ssh: timed out"}, "alpha"
+    )
     findings = [f for f in diagnose(broken) if f.severity > Severity.OK]
     assert [(f.check, f.nodes, f.cause) for f in findings] == [
         ("reachable", ("beta",), "cannot be reached by ssh: timed out")
@@ -215,12 +523,18 @@ def test_machines_without_slurm_are_checked_as_far_as_they_go() -> None:
     )
     bare = snapshot(everywhere=dict.fromkeys(gone))
     findings = diagnose(Snapshot(CLUSTER, bare.facts, {}, None))
-    assert {f.check for f in findings if f.severity is Severity.SKIPPED} == {"slurmctld", "node states", "munge key"}
+    assert {f.check for f in findings if f.severity is Severity.SKIPPED} == {
+        "slurmctld",
+        "node states",
+        "munge key",
+    }
     assert {f.check for f in findings if f.severity > Severity.OK} == {"Slurm release"}
 
 
 def test_a_munged_that_runs_nowhere_is_an_error_not_a_skip() -> None:
-    dead = Snapshot(CLUSTER, snapshot(everywhere={"unmunge": None, "munge_key": None}).facts, {}, None)
+    dead = Snapshot(
+        CLUSTER, snapshot(everywhere={"unmunge": None, "munge_key": None}).facts, {}, None
+    )
     (finding,) = [f for f in diagnose(dead) if f.check == "munge key"]
     assert (finding.severity, finding.nodes) == (Severity.ERROR, ("gamma", "beta", "alpha"))
 
@@ -235,9 +549,14 @@ def test_the_table_and_the_json_say_the_same() -> None:
     said = json.loads(json.dumps(doctor.as_json(findings)))
     assert said["status"] == 2
     assert [f for f in said["findings"] if f["severity"] != "ok"] == [
-        {"check": "host name", "severity": "error", "nodes": ["beta"], "cause": "the machine calls itself 'ubuntu'; slurmd does "
-         "not find that in slurm.conf", "fix": "on it: hostnamectl set-hostname beta, then restart slurmd"}
-    ]  # fmt: skip
+        {
+            "check": "host name",
+            "severity": "error",
+            "nodes": ["beta"],
+            "cause": "the machine calls itself 'ubuntu'; slurmd does not find that in slurm.conf",
+            "fix": "on it: hostnamectl set-hostname beta, then restart slurmd",
+        }
+    ]
 
 
 @pytest.mark.parametrize(
@@ -283,7 +602,9 @@ def test_gpus_of_gres(gres: str, count: int) -> None:
     assert gpus_of_gres(gres) == count
 
 
-def test_slurms_nodes_are_those_to_ask_without_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurms_nodes_are_those_to_ask_without_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(f"#!/bin/sh\ncat <<'E'\n{NODES_TEXT}\nE\n")
     scontrol.chmod(0o755)
@@ -291,8 +612,10 @@ def test_slurms_nodes_are_those_to_ask_without_a_file(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     cluster = asking.cluster_to_ask(None)
     assert [(n.name, n.address, n.gpu_count) for n in cluster.nodes] == [
-        ("gamma", "10.0.0.1", 1), ("beta", "10.0.0.1", 2), ("alpha", "10.0.0.1", 2),
-    ]  # fmt: skip
+        ("gamma", "10.0.0.1", 1),
+        ("beta", "10.0.0.1", 2),
+        ("alpha", "10.0.0.1", 2),
+    ]
     assert parse_slurm_nodes(NODES_TEXT)[0].real_memory_mb == 30000
     scontrol.write_text("#!/bin/sh\nexit 1\n")
     with pytest.raises(asking.DoctorError, match="--cluster FILE"):
@@ -304,12 +627,16 @@ def test_slurms_nodes_are_those_to_ask_without_a_file(tmp_path: Path, monkeypatc
 def test_the_credential_comes_from_the_first_node_that_can_make_one() -> None:
     asked: list[tuple[str, str]] = []
 
-    def runner(node: Node, argv: object, *, input: bytes | None = None, timeout_seconds: float = 0) -> Result:
+    def runner(
+        node: Node, argv: object, *, input: bytes | None = None, timeout_seconds: float = 0
+    ) -> Result:
         text = (input or b"").decode()
         asked.append(
             (
                 node.name,
-                "credential" if text.startswith("{\nDEPTH=credential") else text.split("CREDENTIAL=")[1].split("\n")[0],
+                "credential"
+                if text.startswith("{\nDEPTH=credential")
+                else text.split("CREDENTIAL=")[1].split("\n")[0],
             )
         )
         if node.name == "alpha":

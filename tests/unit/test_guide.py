@@ -22,11 +22,43 @@ GUIDE = Path(__file__).parents[2] / "cluster_setup/README.md"
 TEXT = GUIDE.read_text()
 
 KNOWN_COMMANDS = {
-    "apt-config", "apt-get", "cat", "cd", "chmod", "chown", "conda", "ddp-slurm", "debuild", "echo", "exit", "exportfs",
-    "head", "hostnamectl", "install", "mk-build-deps", "mount", "munge", "printf", "python3", "reboot", "rsync", "scontrol",
-    "source", "ssh", "ssh-copy-id", "systemctl", "sh", "tar", "tee", "ubuntu-drivers", "ufw", "umask", "unmunge", "useradd",
+    "apt-config",
+    "apt-get",
+    "cat",
+    "cd",
+    "chmod",
+    "chown",
+    "conda",
+    "ddp-slurm",
+    "debuild",
+    "echo",
+    "exit",
+    "exportfs",
+    "head",
+    "hostnamectl",
+    "install",
+    "mk-build-deps",
+    "mount",
+    "munge",
+    "printf",
+    "python3",
+    "reboot",
+    "rsync",
+    "scontrol",
+    "source",
+    "ssh",
+    "ssh-copy-id",
+    "systemctl",
+    "sh",
+    "tar",
+    "tee",
+    "ubuntu-drivers",
+    "ufw",
+    "umask",
+    "unmunge",
+    "useradd",
     "pip",
-}  # fmt: skip
+}
 """Commands of the guide, each looked up in its manual page once; a new one is a typing error until it stands here."""
 
 
@@ -87,8 +119,11 @@ def test_every_block_is_a_clean_script_of_known_commands(block: Block) -> None:
     if shutil.which("shellcheck"):
         done = subprocess.run(
             ["shellcheck", "--shell=bash", "--exclude=SC1090,SC1091,SC2002", "-"],
-            input=block.text, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            input=block.text,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.stdout == ""
     for command in commands(block.text):
         name = command[1] if command[0] == "sudo" else command[0]
@@ -97,9 +132,12 @@ def test_every_block_is_a_clean_script_of_known_commands(block: Block) -> None:
 
 def called() -> list[list[str]]:
     """Every call of ddp-slurm in the guide, in blocks and in the text."""
-    in_blocks = [command for block in SHELL for command in commands(block.text) if command[0] == "ddp-slurm"]
+    in_blocks = [
+        command for block in SHELL for command in commands(block.text) if command[0] == "ddp-slurm"
+    ]
     inline = [
-        shlex.split(call) for call in re.findall(r"`(ddp-slurm [^`]+)`", re.sub(r"```.*?```", "", TEXT, flags=re.S))
+        shlex.split(call)
+        for call in re.findall(r"`(ddp-slurm [^`]+)`", re.sub(r"```.*?```", "", TEXT, flags=re.S))
     ]
     return in_blocks + inline
 
@@ -136,10 +174,18 @@ def test_the_blocks_marked_so_run_and_do_what_they_say(tmp_path: Path) -> None:
             assert done.returncode == 0, f"line {block.line}: {done.stderr}"
             printed += done.stdout
     assert "7 ranks on 3 nodes" in printed
-    assert set(yaml.safe_load((tmp_path / "inventory.yaml").read_text())["all"]["hosts"]) == {"alpha", "beta", "gamma"}
+    assert set(yaml.safe_load((tmp_path / "inventory.yaml").read_text())["all"]["hosts"]) == {
+        "alpha",
+        "beta",
+        "gamma",
+    }
     slurm_conf = (tmp_path / "slurm/slurm.conf").read_text()
     assert "SlurmctldHost=alpha(192.168.8.151)" in slurm_conf
-    assert sorted(path.name for path in (tmp_path / "slurm").iterdir()) == ["cgroup.conf", "gres.conf", "slurm.conf"]
+    assert sorted(path.name for path in (tmp_path / "slurm").iterdir()) == [
+        "cgroup.conf",
+        "gres.conf",
+        "slurm.conf",
+    ]
 
 
 def test_the_upgrade_block_list_is_what_apt_reads(tmp_path: Path) -> None:
@@ -150,14 +196,21 @@ def test_the_upgrade_block_list_is_what_apt_reads(tmp_path: Path) -> None:
     file.write_text(text)
     dump = ["apt-config", "dump", "Unattended-Upgrade::Package-Blacklist"]
     done = subprocess.run(
-        dump, env={"APT_CONFIG": str(file), "PATH": os.environ["PATH"]}, capture_output=True, text=True
+        dump,
+        env={"APT_CONFIG": str(file), "PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
     )
-    assert [word for word in ("nvidia-", "libnvidia-", "linux-image-") if f'"{word}"' not in done.stdout] == []
+    assert [
+        word for word in ("nvidia-", "libnvidia-", "linux-image-") if f'"{word}"' not in done.stdout
+    ] == []
 
 
 def test_every_step_of_the_installer_is_explained_in_order() -> None:
     rows = re.findall(r"^\| `(\w+)` \| .* \| (all|controller) \|$", TEXT, flags=re.M)
-    assert rows == [(step.name, "controller" if step.on_controller_only else "all") for step in STEPS]
+    assert rows == [
+        (step.name, "controller" if step.on_controller_only else "all") for step in STEPS
+    ]
 
 
 def test_the_releases_called_usable_are_those_the_generator_writes_for() -> None:
@@ -170,7 +223,10 @@ def test_the_releases_called_usable_are_those_the_generator_writes_for() -> None
 
 def test_every_link_leads_somewhere() -> None:
     anchors = {
-        re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.*)$", TEXT, flags=re.M)
+        re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-")
+        for h in re.findall(r"^#+ (.*)$", TEXT, flags=re.M)
     }
     for target in re.findall(r"\]\(([^)]+)\)", TEXT):
-        assert target[1:] in anchors if target.startswith("#") else (GUIDE.parent / target).exists(), target
+        assert (
+            target[1:] in anchors if target.startswith("#") else (GUIDE.parent / target).exists()
+        ), target

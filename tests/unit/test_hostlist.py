@@ -27,7 +27,9 @@ from ddp_slurm.hostlist import (
 
 words = st.from_regex(r"[A-Za-z][A-Za-z0-9_.-]{0,5}", fullmatch=True)
 literals = st.from_regex(r"[A-Za-z_.-][A-Za-z0-9_.-]{0,3}", fullmatch=True)
-numbers = st.builds(lambda number, width: str(number).zfill(width), st.integers(0, 1200), st.integers(1, 5))
+numbers = st.builds(
+    lambda number, width: str(number).zfill(width), st.integers(0, 1200), st.integers(1, 5)
+)
 
 
 @st.composite
@@ -54,7 +56,10 @@ def parts(draw: st.DrawFn) -> str:
 hostlists = st.lists(parts(), min_size=1, max_size=4).map(",".join)
 hosts = st.lists(
     st.builds(
-        lambda word, number, end: word + number + end, words, numbers | st.just(""), st.sampled_from(["", "", "x"])
+        lambda word, number, end: word + number + end,
+        words,
+        numbers | st.just(""),
+        st.sampled_from(["", "", "x"]),
     ),
     min_size=1,
     max_size=12,
@@ -73,14 +78,19 @@ def scontrol(tmp_path_factory: pytest.TempPathFactory):
     def show_hostnames(text: str) -> list[str]:
         done = subprocess.run(
             [program, "show", "hostnames", text],
-            env={**os.environ, "SLURM_CONF": str(conf)}, capture_output=True, text=True, check=True,
-        )  # fmt: skip
+            env={**os.environ, "SLURM_CONF": str(conf)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         return done.stdout.split("\n")[:-1]
 
     return show_hostnames
 
 
-against_slurm = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+against_slurm = settings(
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @against_slurm
@@ -105,7 +115,12 @@ def consecutive(prefix: str, low: int, count: int, width: int) -> list[str]:
     return [f"{prefix}{n:0{width}d}" for n in range(low, low + count)]
 
 
-@given(words.filter(lambda word: not word[-1].isdigit()), st.integers(0, 10_000), st.integers(2, 50), st.integers(1, 6))
+@given(
+    words.filter(lambda word: not word[-1].isdigit()),
+    st.integers(0, 10_000),
+    st.integers(2, 50),
+    st.integers(1, 6),
+)
 def test_consecutive_hosts_become_one_range(prefix, low, count, width):
     names = consecutive(prefix, low, count, width)
     assume(len({len(name) for name in names}) == 1 or len(str(low)) >= width)
@@ -130,13 +145,19 @@ def test_examples_in_the_docstrings():
         ("node[08-10,2],login", ["node08", "node09", "node10", "node2", "login"]),
         ("node10,node9", ["node10", "node9"]),
         ("rack[0-1]_blade[1,0]", ["rack0_blade1", "rack0_blade0", "rack1_blade1", "rack1_blade0"]),
-        ("a[0-1]b[0-1]c[0-1]", ["a0b0c0", "a0b0c1", "a1b0c0", "a1b0c1", "a0b1c0", "a0b1c1", "a1b1c0", "a1b1c1"]),
+        (
+            "a[0-1]b[0-1]c[0-1]",
+            ["a0b0c0", "a0b0c1", "a1b0c0", "a1b0c1", "a0b1c0", "a0b1c1", "a1b1c0", "a1b1c1"],
+        ),
         ("a[1-2]-ib", ["a1-ib", "a2-ib"]),
         ("[1-2]", ["1", "2"]),
         ("a[1-1]", ["a1"]),
         ("a[01-1]", ["a01"]),
         ("a[99-101]", ["a99", "a100", "a101"]),
-        ("a[18446744073709551614-18446744073709551615]", ["a18446744073709551614", "a18446744073709551615"]),
+        (
+            "a[18446744073709551614-18446744073709551615]",
+            ["a18446744073709551614", "a18446744073709551615"],
+        ),
     ],
 )
 def test_examples(text, names):
@@ -146,11 +167,35 @@ def test_examples(text, names):
 @pytest.mark.parametrize(
     "text",
     [
-        "", ",", "a,", ",a", "a,,b", "a b", "a\n", "a[1 -2]", "a[]", "a[1-]", "a[-1]", "a[x-y]", "a[3-1]", "a[010-9]",
-        "a[1-3", "a1-3]", "]a[", "a[[1-2]]", "a[1,,2]", "a[1-2-3]", "a[1-2],b[3", "a[٣]", f"a[0-{MAX_HOSTS}]",
-        "a[0-9999]b[0-9999]", f"a[{','.join(['0-999999'] * 50)}]", "a[0-99999999999999999999]", "a[0-800000],b[0-800000]",
+        "",
+        ",",
+        "a,",
+        ",a",
+        "a,,b",
+        "a b",
+        "a\n",
+        "a[1 -2]",
+        "a[]",
+        "a[1-]",
+        "a[-1]",
+        "a[x-y]",
+        "a[3-1]",
+        "a[010-9]",
+        "a[1-3",
+        "a1-3]",
+        "]a[",
+        "a[[1-2]]",
+        "a[1,,2]",
+        "a[1-2-3]",
+        "a[1-2],b[3",
+        "a[٣]",
+        f"a[0-{MAX_HOSTS}]",
+        "a[0-9999]b[0-9999]",
+        f"a[{','.join(['0-999999'] * 50)}]",
+        "a[0-99999999999999999999]",
+        "a[0-800000],b[0-800000]",
     ],
-)  # fmt: skip
+)
 def test_bad_lists_are_quoted(text):
     with pytest.raises(HostlistError) as error:
         expand_hostlist(text)
@@ -168,7 +213,22 @@ def test_task_counts():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "4(x", "4(x2", "4(2)", "4(x0)", "x2", "-1", "4,", "4 ,2", "4(x2)(x3)", "1.5", "1(x9999999)", "٤"]
+    "text",
+    [
+        "",
+        "4(x",
+        "4(x2",
+        "4(2)",
+        "4(x0)",
+        "x2",
+        "-1",
+        "4,",
+        "4 ,2",
+        "4(x2)(x3)",
+        "1.5",
+        "1(x9999999)",
+        "٤",
+    ],
 )
 def test_bad_task_counts_are_quoted(text):
     with pytest.raises(HostlistError) as error:

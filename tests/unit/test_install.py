@@ -15,27 +15,42 @@ import yaml
 from ddp_slurm.admin import install as installer
 from ddp_slurm.admin.ansible import ansible_inventory
 from ddp_slurm.admin.install import STEPS, InstallError, Outcome, first_job, install, step_script
-from ddp_slurm.admin.remote import RemoteError, Result
 from ddp_slurm.cluster import Cluster, GpuModel, Node, Ssh
+from ddp_slurm.ssh.remote import RemoteError, Result
 
 STEPS_FOLDER = Path(installer.__file__).parents[2] / "cluster_setup/steps"
 CLUSTER = Cluster(
     "lab",
     (
-        Node("gamma", gpus=(GpuModel(type="titan"),), cpus=8, memory_mb=30000, address="198.18.0.3", partition="small"),
-        Node("alpha", gpus=(GpuModel(type="a100", count=4),), cpus=2, memory_mb=240000, address="198.18.0.1",
-             ssh=Ssh(user="ops", port=2222, identity="~/id")),
+        Node(
+            "gamma",
+            gpus=(GpuModel(type="titan"),),
+            cpus=8,
+            memory_mb=30000,
+            address="198.18.0.3",
+            partition="small",
+        ),
+        Node(
+            "alpha",
+            gpus=(GpuModel(type="a100", count=4),),
+            cpus=2,
+            memory_mb=240000,
+            address="198.18.0.1",
+            ssh=Ssh(user="ops", port=2222, identity="~/id"),
+        ),
         Node("login", cpus=4, memory_mb=8000, address="198.18.0.4"),
     ),
     controller="alpha",
-)  # fmt: skip
+)
 
 
 class Nodes:
     """Stands for the nodes: takes each step's script, remembers it, and answers as told."""
 
     def __init__(
-        self, versions: dict[str, str] | None = None, answer: Callable[[str, str], Result] | None = None
+        self,
+        versions: dict[str, str] | None = None,
+        answer: Callable[[str, str], Result] | None = None,
     ) -> None:
         self.versions = versions or {node.name: "22.05.8" for node in CLUSTER.nodes}
         self.answer = answer or (lambda step, node: Result(0, "result ok\n", ""))
@@ -44,12 +59,21 @@ class Nodes:
         self.arguments: list[str] = []
 
     def __call__(
-        self, node: Node, argv: Sequence[str], *, input: bytes | None = None, timeout_seconds: float = 0
+        self,
+        node: Node,
+        argv: Sequence[str],
+        *,
+        input: bytes | None = None,
+        timeout_seconds: float = 0,
     ) -> Result:
         self.arguments += argv
         text = (input or b"").decode()
         if "ASK_KEY=" in text:
-            return Result(0, f"fact munge_uid \nfact slurm_uid \nfact slurm_version {self.versions[node.name]}\n", "")
+            return Result(
+                0,
+                f"fact munge_uid \nfact slurm_uid \nfact slurm_version {self.versions[node.name]}\n",
+                "",
+            )
         purpose = {step_script(step.name, {}, ""): step.name for step in STEPS}
         step = next(name for body, name in purpose.items() if body.rstrip() in text)
         self.ran.append((step, node.name))
@@ -61,8 +85,14 @@ def test_steps_run_in_order_and_the_controllers_on_it_alone() -> None:
     nodes = Nodes()
     install(CLUSTER, runner=nodes)
     assert list(dict.fromkeys(step for step, _ in nodes.ran)) == [step.name for step in STEPS]
-    assert [node for step, node in nodes.ran if step in ("slurmctld", "nodes", "first_job")] == ["alpha"] * 3
-    assert sorted(node for step, node in nodes.ran if step == "users") == ["alpha", "gamma", "login"]
+    assert [node for step, node in nodes.ran if step in ("slurmctld", "nodes", "first_job")] == [
+        "alpha"
+    ] * 3
+    assert sorted(node for step, node in nodes.ran if step == "users") == [
+        "alpha",
+        "gamma",
+        "login",
+    ]
 
 
 def test_a_part_of_the_steps_and_nodes() -> None:
@@ -85,8 +115,9 @@ def test_a_node_that_is_off_stops_only_what_needs_it() -> None:
     nodes = WithoutLogin()
     outcomes = install(CLUSTER, nodes=["gamma"], steps=["hosts"], runner=nodes)
     assert outcomes == [
-        Outcome("before", "login", "skipped", ("login: cannot be reached",)), Outcome("hosts", "gamma", "ok"),
-    ]  # fmt: skip
+        Outcome("before", "login", "skipped", ("login: cannot be reached",)),
+        Outcome("hosts", "gamma", "ok"),
+    ]
     nodes.ran.clear()
     with pytest.raises(InstallError, match="login: cannot be reached"):
         install(CLUSTER, runner=nodes)
@@ -130,7 +161,9 @@ def test_a_step_that_fails_is_the_last() -> None:
 
 def test_different_releases_are_refused_before_anything_is_changed() -> None:
     nodes = Nodes({"gamma": "21.08.5", "alpha": "23.11.4", "login": "23.11.4"})
-    with pytest.raises(InstallError, match=r"different Slurm releases: gamma 21\.08\.5, alpha 23\.11\.4"):
+    with pytest.raises(
+        InstallError, match=r"different Slurm releases: gamma 21\.08\.5, alpha 23\.11\.4"
+    ):
         install(CLUSTER, runner=nodes)
     assert nodes.ran == []
     with pytest.raises(InstallError, match="no Slurm package can be found on login"):
@@ -147,20 +180,33 @@ def test_a_node_that_others_cannot_reach_by_its_address_is_refused() -> None:
 
 
 def test_ipv6_is_refused_where_slurm_cannot_do_with_it() -> None:
-    cluster = replace(CLUSTER, nodes=(*CLUSTER.nodes[:2], CLUSTER.nodes[2]._replace(address="fd00::4")))
+    cluster = replace(
+        CLUSTER, nodes=(*CLUSTER.nodes[:2], CLUSTER.nodes[2]._replace(address="fd00::4"))
+    )
     nodes = Nodes()
-    with pytest.raises(InstallError, match=r"Slurm 22\.05 cannot hand its configuration to the nodes over IPv6"):
+    with pytest.raises(
+        InstallError, match=r"Slurm 22\.05 cannot hand its configuration to the nodes over IPv6"
+    ):
         install(cluster, runner=nodes)
     assert nodes.ran == []
     install(cluster, steps=["hosts"], runner=nodes)
     install(cluster, runner=Nodes(dict.fromkeys(nodes.versions, "24.11.5")))
 
 
-def test_a_name_with_addresses_of_both_kinds_gives_the_one_that_slurm_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = [(socket.AF_INET6, 1, 6, "", ("2001:db8::1", 0, 0, 0)), (socket.AF_INET, 1, 6, "", ("192.0.2.1", 0))]
+def test_a_name_with_addresses_of_both_kinds_gives_the_one_that_slurm_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = [
+        (socket.AF_INET6, 1, 6, "", ("2001:db8::1", 0, 0, 0)),
+        (socket.AF_INET, 1, 6, "", ("192.0.2.1", 0)),
+    ]
     monkeypatch.setattr("socket.getaddrinfo", lambda *words, **named: answers)
     nodes = Nodes({"a": "22.05.8"})
-    install(Cluster("x", (Node("a", gpus=(GpuModel(),), cpus=1, memory_mb=900),)), steps=["hosts"], runner=nodes)
+    install(
+        Cluster("x", (Node("a", gpus=(GpuModel(),), cpus=1, memory_mb=900),)),
+        steps=["hosts"],
+        runner=nodes,
+    )
     assert "NODES='a 192.0.2.1'" in nodes.scripts["hosts", "a"]
 
 
@@ -172,14 +218,22 @@ def test_what_a_login_shell_prints_is_passed_over() -> None:
 
     assert {outcome.result for outcome in install(CLUSTER, runner=Chatty())} == {"ok"}
     body = step_script("before", {}, "").partition("\n# shellcheck")[0]
-    told = subprocess.run(["sh", "-c", f"printf title; {body}; echo result ok"], capture_output=True, text=True)
+    told = subprocess.run(
+        ["sh", "-c", f"printf title; {body}; echo result ok"], capture_output=True, text=True
+    )
     assert "result ok" in told.stdout.splitlines()
 
 
 def test_an_installer_that_is_at_work_already_is_named() -> None:
-    with pytest.raises(InstallError, match=r"gamma: another installer has been at work there for 15 minutes \(/run/"):
+    with pytest.raises(
+        InstallError,
+        match=r"gamma: another installer has been at work there for 15 minutes \(/run/",
+    ):
         install(
-            CLUSTER, runner=Nodes(answer=lambda step, node: Result(75 if node == "gamma" else 0, "result ok\n", ""))
+            CLUSTER,
+            runner=Nodes(
+                answer=lambda step, node: Result(75 if node == "gamma" else 0, "result ok\n", "")
+            ),
         )
 
 
@@ -226,7 +280,11 @@ def test_the_first_job_has_a_task_for_each_gpu() -> None:
     line, tasks = first_job(CLUSTER)
     assert tasks == 3  # alpha has two CPUs for its four GPUs, login no GPU
     segments = line.split(" : ")
-    assert ["--nodelist=gamma" in segments[0], "--nodelist=alpha" in segments[1], len(segments)] == [True, True, 2]
+    assert [
+        "--nodelist=gamma" in segments[0],
+        "--nodelist=alpha" in segments[1],
+        len(segments),
+    ] == [True, True, 2]
     assert "--partition=small" in segments[0]
     assert "--ntasks=2 --gres=gpu:a100:4" in segments[1]
 
@@ -234,19 +292,28 @@ def test_the_first_job_has_a_task_for_each_gpu() -> None:
 def test_the_inventory_tells_ansible_how_to_reach_the_nodes() -> None:
     inventory = yaml.safe_load(ansible_inventory(CLUSTER))["all"]
     assert inventory["hosts"]["alpha"] == {
-        "ansible_host": "198.18.0.1", "ansible_user": "ops", "ansible_port": 2222,
-        "ansible_ssh_private_key_file": "~/id", "slurm_gres": "gpu:a100:4", "slurm_cpus": 2, "slurm_memory_mb": 240000,
-    }  # fmt: skip
+        "ansible_host": "198.18.0.1",
+        "ansible_user": "ops",
+        "ansible_port": 2222,
+        "ansible_ssh_private_key_file": "~/id",
+        "slurm_gres": "gpu:a100:4",
+        "slurm_cpus": 2,
+        "slurm_memory_mb": 240000,
+    }
     groups = {name: list(group["hosts"]) for name, group in inventory["children"].items()}
     assert groups == {
-        "slurm_controller": ["alpha"], "slurm_nodes": ["gamma", "alpha", "login"], "gpu_nodes": ["gamma", "alpha"],
-    }  # fmt: skip
+        "slurm_controller": ["alpha"],
+        "slurm_nodes": ["gamma", "alpha", "login"],
+        "gpu_nodes": ["gamma", "alpha"],
+    }
 
 
 def run_shell(body: str, tmp_path: Path, dry_run: str = "no") -> "subprocess.CompletedProcess[str]":
     """A step of one's own behind the common part."""
     common = (STEPS_FOLDER / "common.sh").read_text()
-    text = f"DRY_RUN={dry_run}\nNODE=a\nCONTROLLER=a\nF='{tmp_path}/f'\n{common}\n{body}\nrun_step\n"
+    text = (
+        f"DRY_RUN={dry_run}\nNODE=a\nCONTROLLER=a\nF='{tmp_path}/f'\n{common}\n{body}\nrun_step\n"
+    )
     return subprocess.run(["sh", "-s"], input=text, capture_output=True, text=True, check=False)
 
 
@@ -263,7 +330,9 @@ COUNTING = 'check() {{ [ -e "$F" ] || {{ say missing; return 1; }}; }}\napply() 
         ("fail 'no disk'", "no", "say missing\nsay no disk\n", 1),
     ],
 )
-def test_check_apply_verify(tmp_path: Path, apply: str, dry_run: str, stdout: str, status: int) -> None:
+def test_check_apply_verify(
+    tmp_path: Path, apply: str, dry_run: str, stdout: str, status: int
+) -> None:
     done = run_shell(COUNTING.format(apply=apply), tmp_path, dry_run)
     assert (done.stdout, done.returncode) == (stdout, status), done.stderr
     assert (tmp_path / "f").exists() == (status == 0 and dry_run == "no")
@@ -294,7 +363,9 @@ def test_another_address_of_a_node_in_etc_hosts_is_named(tmp_path: Path) -> None
         "# begin of ddp-slurm\n10.0.0.1 a\n10.0.0.2 b\n# end of ddp-slurm\n"
     )
     step = (STEPS_FOLDER / "hosts.sh").read_text().replace("/etc/hosts", '"$F"')
-    done = run_shell(f"NODES='a 10.0.0.1\nb 10.0.0.2'\n{step}\nshort_name() {{ echo a; }}", tmp_path, "yes")
+    done = run_shell(
+        f"NODES='a 10.0.0.1\nb 10.0.0.2'\n{step}\nshort_name() {{ echo a; }}", tmp_path, "yes"
+    )
     assert "line of your own that gives a to 10.0.0.9, not 10.0.0.1\nresult ok\n" in done.stdout
     assert done.stdout.count("say ") == 1
 
@@ -306,7 +377,10 @@ def test_a_users_group_may_have_another_number(tmp_path: Path) -> None:
     id() {{ case $* in "-u munge") echo 102 ;; "-u slurm") echo 64030 ;; "-gn "*) echo "$2" ;; esac; }}"""
     assert run_shell(body, tmp_path, "yes").stdout == "result ok\n"
     other = run_shell(body.replace("MUNGE_UID=102", "MUNGE_UID=7"), tmp_path, "yes").stdout
-    assert other == "say user munge has id 102 and group munge, not id 7 and group munge\nresult would-change\n"
+    assert (
+        other
+        == "say user munge has id 102 and group munge, not id 7 and group munge\nresult would-change\n"
+    )
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")

@@ -15,22 +15,27 @@ from pathlib import Path
 
 import pytest
 
-from ddp_slurm import jobs
 from ddp_slurm.cluster import Cluster
-from ddp_slurm.jobs import Job, JobError, follow, process_start, status_text
-from ddp_slurm.log_path import RUNS_FOLDER
-from ddp_slurm.options import JobOptions
+from ddp_slurm.job.log_path import RUNS_FOLDER
+from ddp_slurm.job.options import JobOptions
 from ddp_slurm.plan import make_plan
-from ddp_slurm.runs import Run, RunError, keep_run
-from ddp_slurm.state import ComponentState, JobState, Patience, StateError
+from ddp_slurm.runs import commands as jobs
+from ddp_slurm.runs.commands import Job, JobError, follow, process_start, status_text
+from ddp_slurm.runs.run_folder import Run, RunError, keep_run
+from ddp_slurm.slurm_client.states import ComponentState, JobState, Patience, StateError
 
 from ..processes import running
 from .conftest import Command, Stub
 
 FAILED = JobState(
-    "48", "FAILED", "scontrol",
-    tuple(ComponentState(f"48+{i}", "FAILED", node, "NonZeroExitCode", 3, 0, 1) for i, node in enumerate(("gamma", "beta", "alpha"))),
-)  # fmt: skip
+    "48",
+    "FAILED",
+    "scontrol",
+    tuple(
+        ComponentState(f"48+{i}", "FAILED", node, "NonZeroExitCode", 3, 0, 1)
+        for i, node in enumerate(("gamma", "beta", "alpha"))
+    ),
+)
 
 
 @pytest.fixture
@@ -39,7 +44,13 @@ def run(uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.chdir(tmp_path)
     plan = make_plan(Cluster.load(uneven), JobOptions(command=("python", "train.py")))
     kept = keep_run(
-        plan, runs=tmp_path / RUNS_FOLDER, job_id="48", backend="sbatch", script="", cluster_file=uneven, submitted_at=0
+        plan,
+        runs=tmp_path / RUNS_FOLDER,
+        job_id="48",
+        backend="sbatch",
+        script="",
+        cluster_file=uneven,
+        submitted_at=0,
     )
     assert kept is not None
     (tmp_path / "lab-48.out").write_text("0: a\n4: b\nsrun: error: x\n4: c\n")
@@ -49,7 +60,11 @@ def run(uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 def cli(*args: str, path: Path | None = None) -> "subprocess.CompletedProcess[str]":
     env = {**os.environ, **({"PATH": str(path)} if path else {})}
     return subprocess.run(
-        [sys.executable, "-m", "ddp_slurm.cli", *args], env=env, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "ddp_slurm.cli", *args],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 
@@ -71,7 +86,11 @@ def test_status_of_each_component(run: Run) -> None:
 def test_a_month_later_there_is_no_slurm(run: Run, tmp_path: Path) -> None:
     (run.folder / "exit").write_text("status=3\nterminated=no\nrestarts=2\n")
     values = json.loads(cli("status", "48", "--json", path=tmp_path).stdout)
-    assert (values["state"], values["source"], values["exit_status"]) == ("FAILED", "exit marker", 3)
+    assert (values["state"], values["source"], values["exit_status"]) == (
+        "FAILED",
+        "exit marker",
+        3,
+    )
     assert values["components"][0]["restarts"] == 2
     assert values["run_folder"] == str(run.folder)
     assert cli("logs", "48", "--rank", "4", path=tmp_path).stdout == "4: b\n4: c\n"
@@ -111,7 +130,9 @@ def test_ids_that_are_none(run: Run, tmp_path: Path, stub: Stub) -> None:
 def test_slurm_tells_which_run_of_a_number_it_is(run: Run, tmp_path: Path, stub: Stub) -> None:
     other = tmp_path / "a" / RUNS_FOLDER / "48"
     shutil.copytree(run.folder, other)
-    (other / "run.json").write_text((run.folder / "run.json").read_text().replace("lab-48.out", "a/lab-48.out"))
+    (other / "run.json").write_text(
+        (run.folder / "run.json").read_text().replace("lab-48.out", "a/lab-48.out")
+    )
     told = (Path(__file__).parent / "job_states/24.11/failed.scontrol").read_text()
     for folder in (run.folder, other):
         log = folder.parent.parent / "lab-48.out"
@@ -126,8 +147,13 @@ def test_cancel_gives_slurms_words(run: Run, tmp_path: Path, stub: Stub) -> None
     stub("scontrol", "exit 1")
     stub("scancel", f'echo "$@" > {tmp_path}/asked')
     jobs.cancel("48+1")
-    assert (tmp_path / "asked").read_text() == "48\n"  # the first component's id: it takes all along
-    stub("scancel", "echo 'scancel: error: Kill job error on job id 48: Access/permission denied' >&2; exit 1")
+    assert (
+        tmp_path / "asked"
+    ).read_text() == "48\n"  # the first component's id: it takes all along
+    stub(
+        "scancel",
+        "echo 'scancel: error: Kill job error on job id 48: Access/permission denied' >&2; exit 1",
+    )
     with pytest.raises(JobError, match="Access/permission denied"):
         jobs.cancel("48")
     stub("squeue", "exit 1")
@@ -165,20 +191,33 @@ def pending(reason: str) -> JobState:
 RUNNING = JobState("48", "RUNNING", "squeue", (ComponentState("48+0", "RUNNING", "gamma"),))
 
 
-def test_follow_tells_the_state_then_the_log(run: Run, at_once: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_follow_tells_the_state_then_the_log(
+    run: Run, at_once: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path(str(run.log)).unlink()
     out = io.StringIO()
     job = Script(
-        run, (pending("Priority"), ""), (pending("Priority"), ""), (pending("Resources"), ""), (RUNNING, ""),
-        (RUNNING, "0: one\n0: tw"), (pending("BeginTime"), "o\n"), (RUNNING, "0: three\n"), (FAILED, "last"),
-    )  # fmt: skip
+        run,
+        (pending("Priority"), ""),
+        (pending("Priority"), ""),
+        (pending("Resources"), ""),
+        (RUNNING, ""),
+        (RUNNING, "0: one\n0: tw"),
+        (pending("BeginTime"), "o\n"),
+        (RUNNING, "0: three\n"),
+        (FAILED, "last"),
+    )
     assert follow(job, out) == 3
     assert out.getvalue() == "0: one\n0: two\n0: three\nlast\n"
     said = capsys.readouterr().err.splitlines()
     assert said == [
-        "job 48 is PENDING (Priority)", "job 48 is PENDING (Resources)", "job 48 is RUNNING",
-        "job 48 is PENDING (BeginTime)", "job 48 is RUNNING", "job 48 is FAILED (exit status 3, NonZeroExitCode)",
-    ]  # fmt: skip
+        "job 48 is PENDING (Priority)",
+        "job 48 is PENDING (Resources)",
+        "job 48 is RUNNING",
+        "job 48 is PENDING (BeginTime)",
+        "job 48 is RUNNING",
+        "job 48 is FAILED (exit status 3, NonZeroExitCode)",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -201,7 +240,9 @@ def test_ctrl_c_detaches(
     assert "detached; job 48 goes on. Come back: ddp-slurm logs 48 --follow" in said
 
 
-def test_follow_does_not_wait_for_ever(run: Run, at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_follow_does_not_wait_for_ever(
+    run: Run, at_once: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(jobs, "Patience", lambda: Patience(limit_seconds=-1))
     with pytest.raises(StateError, match="Slurm has not answered"):
         follow(Script(run, (JobState("48", "UNKNOWN", "nobody", note="down"), "")), io.StringIO())
@@ -268,14 +309,18 @@ def test_a_local_run_that_goes_on_and_is_cancelled(
 
 
 def local_run(run: Run, **process: object) -> Run:
-    return Run(**{**vars(run), "job_id": "local-20260101T000000-1", "backend": "local", "process": process})  # type: ignore[arg-type]
+    return Run(
+        **{**vars(run), "job_id": "local-20260101T000000-1", "backend": "local", "process": process}
+    )  # type: ignore[arg-type]
 
 
 def test_a_launcher_that_is_gone(run: Run) -> None:
     me, here = os.getpid(), socket.gethostname()
     begun = process_start(me)
     assert begun
-    assert jobs.foreground_state(local_run(run, host=here, pid=me, started=begun)).state == "RUNNING"
+    assert (
+        jobs.foreground_state(local_run(run, host=here, pid=me, started=begun)).state == "RUNNING"
+    )
     # the pid belongs to another process now
     gone = jobs.foreground_state(local_run(run, host=here, pid=me, started=begun - 1))
     assert gone.state == "FAILED"

@@ -9,13 +9,13 @@ from ddp_slurm.cluster import Cluster, Node
 from ddp_slurm.lab import Lab, LabError, lab, releases
 from ddp_slurm.lab.releases import ReleaseNotAvailable, slurm_root
 
-MAKES_A_ROOT = (
-    'for target; do case $target in *.unfinished) mkdir -p "$target/etc" ;; esac; done; echo made >>"$0.calls"'
-)
+MAKES_A_ROOT = 'for target; do case $target in *.unfinished) mkdir -p "$target/etc" ;; esac; done; echo made >>"$0.calls"'
 
 
 @pytest.fixture
-def folder(tmp_path: Path, stub: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(
+    tmp_path: Path, stub: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """The cache; this machine has 22.05, and a finished root says 24.11.5."""
     monkeypatch.setenv("DDP_SLURM_RELEASES", str(tmp_path / "cache"))
     monkeypatch.setattr(releases.os, "geteuid", lambda: 0)
@@ -25,7 +25,9 @@ def folder(tmp_path: Path, stub: Callable[[str, str], Path], monkeypatch: pytest
     return tmp_path / "cache"
 
 
-def test_this_machines_own_release_needs_no_root(folder: Path, stub: Callable[[str, str], Path]) -> None:
+def test_this_machines_own_release_needs_no_root(
+    folder: Path, stub: Callable[[str, str], Path]
+) -> None:
     stub("debootstrap", "exit 9")
     assert slurm_root("22.05") is None
     assert not folder.exists()
@@ -40,7 +42,9 @@ def test_a_root_is_made_once(folder: Path, stub: Callable[[str, str], Path]) -> 
 
 def test_a_root_that_cannot_be_fetched(folder: Path, stub: Callable[[str, str], Path]) -> None:
     stub("debootstrap", f"{MAKES_A_ROOT}; echo 'E: Failed getting release file'; exit 1")
-    with pytest.raises(ReleaseNotAvailable, match="debootstrap of Debian 13: E: Failed getting release file"):
+    with pytest.raises(
+        ReleaseNotAvailable, match="debootstrap of Debian 13: E: Failed getting release file"
+    ):
         slurm_root("24.11")
     assert not (folder / "24.11").exists(), "half a root is not taken for one"
 
@@ -52,7 +56,9 @@ def test_a_suite_that_has_moved_on(folder: Path, stub: Callable[[str, str], Path
 
 
 def test_a_release_that_no_debian_has(folder: Path) -> None:
-    with pytest.raises(ReleaseNotAvailable, match=r"Slurm '23\.11'; known are 20\.11, 22\.05, 24\.11, 26\.05"):
+    with pytest.raises(
+        ReleaseNotAvailable, match=r"Slurm '23\.11'; known are 20\.11, 22\.05, 24\.11, 26\.05"
+    ):
         slurm_root("23.11")
 
 

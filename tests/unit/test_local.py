@@ -14,7 +14,7 @@ import pytest
 
 from ddp_slurm.backends.local import LocalError, step_processes, visible_gpus
 from ddp_slurm.cluster import Cluster
-from ddp_slurm.options import JobOptions
+from ddp_slurm.job.options import JobOptions
 from ddp_slurm.plan import make_plan
 
 from ..processes import running
@@ -31,23 +31,51 @@ print(json.dumps({**asdict(RankEnv.from_environ()), "node": os.environ["SLURMD_N
 
 def reports(done: "subprocess.CompletedProcess[str]") -> list[dict[str, object]]:
     assert done.returncode == 0, done.stderr
-    return sorted((json.loads(line[line.index("{") :]) for line in done.stdout.splitlines()), key=lambda r: r["rank"])
+    return sorted(
+        (json.loads(line[line.index("{") :]) for line in done.stdout.splitlines()),
+        key=lambda r: r["rank"],
+    )
 
 
 def test_seven_ranks_as_under_slurm(uneven: Path, submit: Command, tmp_path: Path) -> None:
     (tmp_path / "report.py").write_text(REPORT)
-    done = submit("--backend", "local", "--env", "A=x y", "--", "report.py", "it's", "$(id)",
-                  env={"SLURM_JOB_ID": "9", "SLURM_PROCID": "3", "RANK_IS_NOT_SET": "1"})  # fmt: skip
+    done = submit(
+        "--backend",
+        "local",
+        "--env",
+        "A=x y",
+        "--",
+        "report.py",
+        "it's",
+        "$(id)",
+        env={"SLURM_JOB_ID": "9", "SLURM_PROCID": "3", "RANK_IS_NOT_SET": "1"},
+    )
     found = reports(done)
-    assert [(r["rank"], r["node"], r["local_rank"], r["local_world_size"], r["node_rank"]) for r in found] == [
-        (0, "gamma", 0, 1, 0), (1, "beta", 0, 2, 1), (2, "beta", 1, 2, 1),
-        (3, "alpha", 0, 4, 2), (4, "alpha", 1, 4, 2), (5, "alpha", 2, 4, 2), (6, "alpha", 3, 4, 2),
-    ]  # fmt: skip
+    assert [
+        (r["rank"], r["node"], r["local_rank"], r["local_world_size"], r["node_rank"])
+        for r in found
+    ] == [
+        (0, "gamma", 0, 1, 0),
+        (1, "beta", 0, 2, 1),
+        (2, "beta", 1, 2, 1),
+        (3, "alpha", 0, 4, 2),
+        (4, "alpha", 1, 4, 2),
+        (5, "alpha", 2, 4, 2),
+        (6, "alpha", 3, 4, 2),
+    ]
     assert {(r["world_size"], r["master_addr"], r["a"]) for r in found} == {(7, "127.0.0.1", "x y")}
     assert len({r["master_port"] for r in found}) == 1
     assert found[0]["argv"] == ["it's", "$(id)"]
     labels = sorted(line.split("]")[0] for line in done.stdout.splitlines())
-    assert labels == ["[0 gamma", "[1 beta", "[2 beta", "[3 alpha", "[4 alpha", "[5 alpha", "[6 alpha"]
+    assert labels == [
+        "[0 gamma",
+        "[1 beta",
+        "[2 beta",
+        "[3 alpha",
+        "[4 alpha",
+        "[5 alpha",
+        "[6 alpha",
+    ]
 
 
 def test_a_ranks_whole_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,18 +89,42 @@ def test_a_ranks_whole_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     kept = {"PATH": "/bin", "OMP_NUM_THREADS": "3"}
     found = list(step_processes(plan, {**kept, "SLURM_PROCID": "8", "SLURM_CPU_BIND": "x"}))
     last = dict(found[4].environ)
-    assert (found[4].argv, found[4].name, found[4].label) == ([sys.executable, "t.py"], "rank 4 on a2", "[4 a2] ")
+    assert (found[4].argv, found[4].name, found[4].label) == (
+        [sys.executable, "t.py"],
+        "rank 4 on a2",
+        "[4 a2] ",
+    )
     assert 0 < int(last.pop("MASTER_PORT")) < 65536
     assert last == {
-        **kept, **plan.step_env(), "PYTHONUNBUFFERED": "1", "A": "b c", "X": "node", "NCCL_DEBUG": "INFO",
-        "MASTER_ADDR": "127.0.0.1", "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "5",
-        "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_NODELIST": "a[1-2],z", "SLURM_JOB_NODELIST": "a[1-2],z",
-        "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "z", "SLURM_JOB_NODELIST_HET_GROUP_1": "a[1-2]",
-        "SLURM_PROCID": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURMD_NODENAME": "a2", "SLURM_GTIDS": "3,4",
-    }  # fmt: skip
+        **kept,
+        **plan.step_env(),
+        "PYTHONUNBUFFERED": "1",
+        "A": "b c",
+        "X": "node",
+        "NCCL_DEBUG": "INFO",
+        "MASTER_ADDR": "127.0.0.1",
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "5",
+        "SLURM_STEP_NUM_TASKS": "5",
+        "SLURM_STEP_NODELIST": "a[1-2],z",
+        "SLURM_JOB_NODELIST": "a[1-2],z",
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "z",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "a[1-2]",
+        "SLURM_PROCID": "4",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "2",
+        "SLURMD_NODENAME": "a2",
+        "SLURM_GTIDS": "3,4",
+    }
     own = {**options, "nodes": "z", "env": ["MASTER_PORT=29555"]}
     plain = next(step_processes(make_plan(Cluster.load(path), JobOptions.read(own)), {})).environ
-    assert (plain["OMP_NUM_THREADS"], plain["SLURM_NTASKS"], plain["MASTER_PORT"]) == ("1", "1", "29555")
+    assert (plain["OMP_NUM_THREADS"], plain["SLURM_NTASKS"], plain["MASTER_PORT"]) == (
+        "1",
+        "1",
+        "29555",
+    )
     assert not [name for name in plain if "HET" in name]
 
 
@@ -88,7 +140,11 @@ def test_a_ranks_whole_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_which_gpus_there_are(
-    visible: str | None, listing: str, gpus: tuple[str, ...], stub: Stub, monkeypatch: pytest.MonkeyPatch
+    visible: str | None,
+    listing: str,
+    gpus: tuple[str, ...],
+    stub: Stub,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stub("nvidia-smi", f'[[ "$*" == --list-gpus ]] || exit 2; {listing}')
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -108,21 +164,37 @@ def test_which_gpus_there_are(
     ],
 )
 def test_what_needs_another_backend(uneven: Path, options: dict[str, str], words: str) -> None:
-    plan = make_plan(Cluster.load(uneven), JobOptions.read({"command": ["python", "t.py"], **options}))
+    plan = make_plan(
+        Cluster.load(uneven), JobOptions.read({"command": ["python", "t.py"], **options})
+    )
     with pytest.raises(LocalError, match=words):
         list(step_processes(plan, {}))
 
 
 @pytest.mark.parametrize("command", ["python train.py", "train.py"])
-def test_the_python_of_a_virtual_environment(uneven: Path, submit: Command, tmp_path: Path, command: str) -> None:
+def test_the_python_of_a_virtual_environment(
+    uneven: Path, submit: Command, tmp_path: Path, command: str
+) -> None:
     python = tmp_path / "my env/bin/python"
     python.parent.mkdir(parents=True)
     python.write_text('#!/bin/sh\necho "$0 $VIRTUAL_ENV $1"\n')
     python.chmod(0o755)
     (python.parent / "python3").symlink_to("python")
-    done = submit("--backend", "local", "--gpus", "1", "--venv", str(tmp_path / "my env"), "--", *command.split())
+    done = submit(
+        "--backend",
+        "local",
+        "--gpus",
+        "1",
+        "--venv",
+        str(tmp_path / "my env"),
+        "--",
+        *command.split(),
+    )
     assert done.returncode == 0, done.stderr
-    assert re.sub("python3 ", "python ", done.stdout) == f"[0 gamma] {python} {tmp_path / 'my env'} train.py\n"
+    assert (
+        re.sub("python3 ", "python ", done.stdout)
+        == f"[0 gamma] {python} {tmp_path / 'my env'} train.py\n"
+    )
 
 
 def test_gpus_of_the_machine_are_dealt_out_node_by_node(
@@ -135,15 +207,29 @@ def test_gpus_of_the_machine_are_dealt_out_node_by_node(
     done = submit("--backend", "local", "--", "report.py")
     assert done.returncode == 2
     assert "the plan has 7 GPUs, this machine has 4; use --gpus 4" in done.stderr
-    assert len(reports(submit("--backend", "local", "--", "report.py", env={"CUDA_VISIBLE_DEVICES": ""}))) == 7
+    assert (
+        len(
+            reports(
+                submit("--backend", "local", "--", "report.py", env={"CUDA_VISIBLE_DEVICES": ""})
+            )
+        )
+        == 7
+    )
 
 
-def test_without_a_cluster_file_it_is_this_machine(submit: Command, tmp_path: Path, stub: Stub) -> None:
+def test_without_a_cluster_file_it_is_this_machine(
+    submit: Command, tmp_path: Path, stub: Stub
+) -> None:
     (tmp_path / "report.py").write_text(REPORT)
-    assert [r["world_size"] for r in reports(submit("--backend", "local", "--", "report.py"))] == [1]
+    assert [r["world_size"] for r in reports(submit("--backend", "local", "--", "report.py"))] == [
+        1
+    ]
     assert len(reports(submit("--backend", "local", "--gpus", "2", "--", "report.py"))) == 2
     done = submit("--backend", "local", "--gpus", "999999999", "--", "report.py")
-    assert (done.returncode, "--gpus: 999999999 ranks are too many for one machine" in done.stderr) == (2, True)
+    assert (
+        done.returncode,
+        "--gpus: 999999999 ranks are too many for one machine" in done.stderr,
+    ) == (2, True)
     stub("nvidia-smi", 'for i in 0 1 2; do echo "GPU $i: NVIDIA X"; done')
     assert len(reports(submit("--backend", "local", "--", "report.py"))) == 3
 
@@ -186,7 +272,9 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("ignores", ["", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"])
+@pytest.mark.parametrize(
+    "ignores", ["", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"]
+)
 def test_one_failing_rank_stops_all(
     uneven: Path, submit: Command, tmp_path: Path, child_folder: Path, ignores: str
 ) -> None:
@@ -212,7 +300,9 @@ sys.exit(3)
 """
 
 
-def test_a_rank_that_is_stopped_may_close_what_it_has_open(uneven: Path, submit: Command, tmp_path: Path) -> None:
+def test_a_rank_that_is_stopped_may_close_what_it_has_open(
+    uneven: Path, submit: Command, tmp_path: Path
+) -> None:
     (tmp_path / "rank.py").write_text(CLOSES)
     done = submit("--backend", "local", "--gpus", "2", "--", "rank.py")
     assert done.returncode == 3
@@ -233,7 +323,9 @@ sys.exit(3)
 """
 
 
-def test_a_rank_that_has_ended_well_does_not_hide_a_failure(uneven: Path, submit: Command, tmp_path: Path) -> None:
+def test_a_rank_that_has_ended_well_does_not_hide_a_failure(
+    uneven: Path, submit: Command, tmp_path: Path
+) -> None:
     (tmp_path / "rank.py").write_text(ENDS_BEFORE)
     done = submit("--backend", "local", "--gpus", "2", "--", "rank.py")
     assert done.returncode == 3, done.stderr
@@ -242,14 +334,21 @@ def test_a_rank_that_has_ended_well_does_not_hide_a_failure(uneven: Path, submit
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+    ("number", "status"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)],
 )
 def test_interrupted_nothing_is_left(
     uneven: Path, tmp_path: Path, child_folder: Path, number: signal.Signals, status: int
 ) -> None:
     # killed with SIGKILL itself, it cannot stop its ranks' children; the ranks still end with it
-    text = STAY if number != signal.SIGKILL else STAY.replace('subprocess.Popen(["sleep", "600"])', "os")
-    (tmp_path / "stay.py").write_text(text.replace("child.pid", "os.getpid()") if number == signal.SIGKILL else text)
+    text = (
+        STAY
+        if number != signal.SIGKILL
+        else STAY.replace('subprocess.Popen(["sleep", "600"])', "os")
+    )
+    (tmp_path / "stay.py").write_text(
+        text.replace("child.pid", "os.getpid()") if number == signal.SIGKILL else text
+    )
     command = [sys.executable, "-m", "ddp_slurm.submit", "--backend", "local", "--", "stay.py"]
     with running(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as launcher:
         assert launcher.stdout is not None
@@ -280,12 +379,26 @@ def full_disk() -> int:
 
 
 @pytest.mark.parametrize("output", [closed_pipe, closed_terminal, full_disk])
-def test_an_output_that_cannot_be_written_ends_nothing(uneven: Path, tmp_path: Path, output: Callable[[], int]) -> None:
+def test_an_output_that_cannot_be_written_ends_nothing(
+    uneven: Path, tmp_path: Path, output: Callable[[], int]
+) -> None:
     (tmp_path / "rank.py").write_text(TALKS)
-    command = [sys.executable, "-m", "ddp_slurm.submit", "--backend", "local", "--gpus", "1", "--", "rank.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "ddp_slurm.submit",
+        "--backend",
+        "local",
+        "--gpus",
+        "1",
+        "--",
+        "rank.py",
+    ]
     writer = output()
     try:
-        done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = subprocess.run(
+            command, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60
+        )
     finally:
         os.close(writer)
     assert done.returncode == 0, done.stderr
@@ -305,16 +418,35 @@ def test_a_log_that_cannot_be_written_ends_nothing_and_is_said_once(
     assert done.stdout.endswith("[0 gamma] 29999\n")
 
 
-def test_a_log_that_cannot_be_made_is_a_message(uneven: Path, submit: Command, tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_made_is_a_message(
+    uneven: Path, submit: Command, tmp_path: Path
+) -> None:
     (tmp_path / "log").symlink_to("no-such-folder/log")
     done = submit("--backend", "local", "--gpus", "1", "--output", "log", "--", "true")
     assert done.returncode == 2
-    assert f"error: --output: {tmp_path}/log: cannot be written: No such file or directory\n" in done.stderr
+    assert (
+        f"error: --output: {tmp_path}/log: cannot be written: No such file or directory\n"
+        in done.stderr
+    )
 
 
-def test_the_exit_status_stays_where_the_reader_goes_away_in_the_middle(uneven: Path, tmp_path: Path) -> None:
-    (tmp_path / "rank.py").write_text("import os, time\nwhile not os.path.exists('gone'): time.sleep(0.01)\nexit(3)")
-    command = [sys.executable, "-m", "ddp_slurm.submit", "--backend", "local", "--gpus", "1", "--", "rank.py"]
+def test_the_exit_status_stays_where_the_reader_goes_away_in_the_middle(
+    uneven: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "rank.py").write_text(
+        "import os, time\nwhile not os.path.exists('gone'): time.sleep(0.01)\nexit(3)"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "ddp_slurm.submit",
+        "--backend",
+        "local",
+        "--gpus",
+        "1",
+        "--",
+        "rank.py",
+    ]
     with running(command, cwd=tmp_path) as launcher:
         assert launcher.stdout is not None
         assert "kept in" in launcher.stdout.readline()

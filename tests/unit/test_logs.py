@@ -4,18 +4,29 @@ from pathlib import Path
 
 import pytest
 
-from ddp_slurm.logs import GrowingLog, RankFilter, tail
+from ddp_slurm.runs.log import GrowingLog, RankFilter, tail
 
 LINES = {
-    "4: x": 4, "04: x": 4, " 4: x": 4, "[4 alpha] x": 4, "[ 4 alpha] x": 4,
-    "14: x": 14, "[14 alpha] x": 14, "40: x": 40, "x 4: x": None, "srun: error: 4: x": None, "[alpha] x": None,
-}  # fmt: skip
+    "4: x": 4,
+    "04: x": 4,
+    " 4: x": 4,
+    "[4 alpha] x": 4,
+    "[ 4 alpha] x": 4,
+    "14: x": 14,
+    "[14 alpha] x": 14,
+    "40: x": 40,
+    "x 4: x": None,
+    "srun: error: 4: x": None,
+    "[alpha] x": None,
+}
 
 
 @pytest.mark.parametrize("rank", [4, 14, 40, 0])
 def test_rank_filter(rank: int) -> None:
     keep = RankFilter(rank)
-    assert [line for line in LINES if keep(line)] == [line for line, owner in LINES.items() if owner == rank]
+    assert [line for line in LINES if keep(line)] == [
+        line for line, owner in LINES.items() if owner == rank
+    ]
     assert {keep.text(line) for line in LINES if keep(line)} <= {"x"}
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from ddp_slurm.cluster import Cluster
 from ddp_slurm.errors import DdpSlurmError
-from ddp_slurm.options import JobOptions
+from ddp_slurm.job.options import JobOptions
 from ddp_slurm.plan import Plan, PlanError, make_plan
 
 
@@ -17,7 +17,10 @@ def plan_of(path: Path, **options: Any) -> Plan:
 
 def test_ranks_follow_the_order_of_the_file(uneven: Path) -> None:
     plan = plan_of(uneven, global_batch_size=100)
-    assert [(r.rank, r.component, r.node, r.node_rank, r.local_rank, r.gpu_type, r.share) for r in plan.ranks()] == [
+    assert [
+        (r.rank, r.component, r.node, r.node_rank, r.local_rank, r.gpu_type, r.share)
+        for r in plan.ranks()
+    ] == [
         (0, 0, "gamma", 0, 0, "titan", 15),
         (1, 1, "beta", 1, 0, "v100", 15),
         (2, 1, "beta", 1, 1, "v100", 14),
@@ -49,39 +52,72 @@ def test_nodes_of_one_shape_share_a_component_in_slurms_order(tmp_path: Path) ->
         (("n8",), "n8", 2),
     ]
     assert [(r.node, r.node_rank) for r in plan.ranks() if not r.local_rank] == [
-        ("a30", 0), ("n", 1), ("n0", 2), ("n9", 3), ("n10", 4), ("n11", 5), ("big", 6), ("n8", 7)
-    ]  # fmt: skip
+        ("a30", 0),
+        ("n", 1),
+        ("n0", 2),
+        ("n9", 3),
+        ("n10", 4),
+        ("n11", 5),
+        ("big", 6),
+        ("n8", 7),
+    ]
     assert components[2].task_env == {"NCCL_SOCKET_IFNAME": "=eno1", "GLOO_SOCKET_IFNAME": "eno1"}
 
 
 @pytest.mark.parametrize(
     "difference",
     [
-        "gpus: {type: a100, count: 4}", "gpus: {type: titan, count: 2}", "cpus: 64", "memory: 30G", "partition: big",
-        "constraint: nvlink", "interface: eno1", "env: {NCCL_DEBUG: INFO}",
+        "gpus: {type: a100, count: 4}",
+        "gpus: {type: titan, count: 2}",
+        "cpus: 64",
+        "memory: 30G",
+        "partition: big",
+        "constraint: nvlink",
+        "interface: eno1",
+        "env: {NCCL_DEBUG: INFO}",
     ],
-)  # fmt: skip
-def test_neighbours_that_differ_in_one_thing_are_two_components(tmp_path: Path, difference: str) -> None:
+)
+def test_neighbours_that_differ_in_one_thing_are_two_components(
+    tmp_path: Path, difference: str
+) -> None:
     same = {"gpus": "gpus: {type: titan, count: 4}", "cpus": "cpus: 8", "memory": "memory: 60G"}
-    one, other = (", ".join((same | values).values()) for values in ({}, {difference.partition(":")[0]: difference}))
+    one, other = (
+        ", ".join((same | values).values())
+        for values in ({}, {difference.partition(":")[0]: difference})
+    )
     path = tmp_path / "c.yaml"
-    path.write_text(f"nodes:\n  - {{name: a, {one}}}\n  - {{name: b, {other}}}\n  - {{name: c, {one}}}\n")
+    path.write_text(
+        f"nodes:\n  - {{name: a, {one}}}\n  - {{name: b, {other}}}\n  - {{name: c, {one}}}\n"
+    )
     assert [c.nodes for c in plan_of(path).components] == [("a", "c"), ("b",)]
-    assert [(c.nodes, c.tasks) for c in plan_of(path, nodes="a,c", gpus=5).components] == [(("a",), 4), (("c",), 1)]
+    assert [(c.nodes, c.tasks) for c in plan_of(path, nodes="a,c", gpus=5).components] == [
+        (("a",), 4),
+        (("c",), 1),
+    ]
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"nodes": "alpha,gamma"}, [("alpha", "gpu:a100:4", "240G"), ("gamma", "gpu:titan:1", "30G")]),
+        (
+            {"nodes": "alpha,gamma"},
+            [("alpha", "gpu:a100:4", "240G"), ("gamma", "gpu:titan:1", "30G")],
+        ),
         ({"gpus": 2}, [("gamma", "gpu:titan:1", "30G"), ("beta", "gpu:v100:1", "30G")]),
-        ({"gpus": 5, "nodes": "alpha,beta"}, [("alpha", "gpu:a100:4", "240G"), ("beta", "gpu:v100:1", "30G")]),
+        (
+            {"gpus": 5, "nodes": "alpha,beta"},
+            [("alpha", "gpu:a100:4", "240G"), ("beta", "gpu:v100:1", "30G")],
+        ),
         ({"memory": "7G", "gpus": 1}, [("gamma", "gpu:titan:1", "7G")]),
     ],
 )
-def test_a_part_of_the_cluster(uneven: Path, options: dict[str, Any], expected: list[tuple[str, str, str]]) -> None:
+def test_a_part_of_the_cluster(
+    uneven: Path, options: dict[str, Any], expected: list[tuple[str, str, str]]
+) -> None:
     plan = plan_of(uneven, **options)
-    assert [(c.nodelist, c.gres, f"{(c.memory_mb or 0) // 1024}G") for c in plan.components] == expected
+    assert [
+        (c.nodelist, c.gres, f"{(c.memory_mb or 0) // 1024}G") for c in plan.components
+    ] == expected
 
 
 def test_the_size_of_a_plan_in_words(uneven: Path) -> None:
@@ -92,7 +128,9 @@ def test_the_size_of_a_plan_in_words(uneven: Path) -> None:
 
 def test_cards_of_several_models_in_one_node(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
-    path.write_text("nodes:\n  - {name: n, gpus: [{type: a100, count: 2}, {type: titan, count: 2}]}\n")
+    path.write_text(
+        "nodes:\n  - {name: n, gpus: [{type: a100, count: 2}, {type: titan, count: 2}]}\n"
+    )
     assert [c.gres for c in plan_of(path).components] == ["gpu:a100:2,gpu:titan:2"]
     assert [c.gres for c in plan_of(path, gpus=3).components] == ["gpu:a100:2,gpu:titan:1"]
     assert [r.gpu_type for r in plan_of(path).ranks()] == ["a100", "a100", "titan", "titan"]
@@ -109,9 +147,13 @@ def test_cpus_are_shared_out_and_at_least_one(tmp_path: Path) -> None:
 
 def test_a_partition_that_is_asked_for_wins(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
-    path.write_text("nodes:\n  - {name: a, gpus: 1, partition: small}\n  - {name: b, gpus: 1, partition: big}\n")
+    path.write_text(
+        "nodes:\n  - {name: a, gpus: 1, partition: small}\n  - {name: b, gpus: 1, partition: big}\n"
+    )
     assert [c.partition for c in plan_of(path).components] == ["small", "big"]
-    assert [(c.nodelist, c.partition) for c in plan_of(path, partition="all").components] == [("a,b", "all")]
+    assert [(c.nodelist, c.partition) for c in plan_of(path, partition="all").components] == [
+        ("a,b", "all")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +166,9 @@ def test_a_partition_that_is_asked_for_wins(tmp_path: Path) -> None:
 )
 def test_nodes_without_gpus(tmp_path: Path, count: int, words: str) -> None:
     path = tmp_path / "c.yaml"
-    path.write_text(f"nodes:\n  - {{name: 'n[1-{count}]', gpus: 0}}\n  - {{name: other, gpus: 1}}\n")
+    path.write_text(
+        f"nodes:\n  - {{name: 'n[1-{count}]', gpus: 0}}\n  - {{name: other, gpus: 1}}\n"
+    )
     with pytest.raises(PlanError, match=words):
         plan_of(path, nodes=f"n[1-{count}]")
 
@@ -132,7 +176,10 @@ def test_nodes_without_gpus(tmp_path: Path, count: int, words: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"nodes": "alhpa"}, "--nodes: 'alhpa' is not a node of cluster 'lab'; did you mean 'alpha'?"),
+        (
+            {"nodes": "alhpa"},
+            "--nodes: 'alhpa' is not a node of cluster 'lab'; did you mean 'alpha'?",
+        ),
         ({"gpus": 8}, "--gpus: 8 asked for, but the nodes gamma, beta, alpha have 7"),
     ],
 )
@@ -156,14 +203,29 @@ def test_shares_by_a_file_of_speeds(uneven: Path, tmp_path: Path) -> None:
     speeds.write_text(
         "titan: {beta: 1, max_batch: 10}\nv100: {beta: 1, alpha: 3, max_batch: 20}\na100: {beta: 1, max_batch: 10}\n"
     )
-    assert plan_of(uneven, global_batch_size=90, balance=str(speeds)).shares == (10, 20, 20, 10, 10, 10, 10)
-    assert plan_of(uneven, nodes="gamma,beta", global_batch_size=3, balance=str(speeds)).shares == (3, 0, 0)
+    assert plan_of(uneven, global_batch_size=90, balance=str(speeds)).shares == (
+        10,
+        20,
+        20,
+        10,
+        10,
+        10,
+        10,
+    )
+    assert plan_of(uneven, nodes="gamma,beta", global_batch_size=3, balance=str(speeds)).shares == (
+        3,
+        0,
+        0,
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("titan: {beta: 1}\nv100: {beta: 1}\n", "neither node 'alpha' nor its GPU type 'a100' is in the file"),
+        (
+            "titan: {beta: 1}\nv100: {beta: 1}\n",
+            "neither node 'alpha' nor its GPU type 'a100' is in the file",
+        ),
         ("titan: {beta: -1}\n", "'-1' is not a number of seconds"),
         ("titan: {gamma: 1}\n", "unknown key"),
         (

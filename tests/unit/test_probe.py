@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from ddp_slurm.admin import probe as probing
-from ddp_slurm.admin.cluster_yaml import probed_cluster_yaml
 from ddp_slurm.admin.facts import Block, Facts, Topology, facts_script, gather, parse_facts
 from ddp_slurm.admin.gpus import gres_types, parse_gpus
 from ddp_slurm.admin.probe import ProbeError, nodes_of_arguments, probed_cluster
-from ddp_slurm.admin.remote import RemoteError, Result
+from ddp_slurm.admin.probed_yaml import probed_cluster_yaml
 from ddp_slurm.cluster import Cluster, ClusterError, GpuModel, Node, Ssh
+from ddp_slurm.ssh.remote import RemoteError, Result
 
 # Two kinds of card; the order of nvidia-smi (by bus) is not that of the device files.
 NVIDIA_SMI = """\
@@ -36,18 +36,32 @@ ib0\t9808A8C0\t00000000\t0000\t0\t0\t100\tFFFFFFFF\t0\t0\t0"""
 
 
 def recorded(host: str, *, gpus: str = "", cpus: int = 4, **values: str) -> Facts:
-    lines = {"hostname": (host,), "kernel": ("5.15.0-91",), "os": ("ubuntu-22.04",), "memory_kib": ("33554432",)}
-    lines |= {"cpu": tuple(f"0 {n // 2}" for n in range(cpus)), "interface": ("eno1 up 1000", "lo unknown -1")}
+    lines = {
+        "hostname": (host,),
+        "kernel": ("5.15.0-91",),
+        "os": ("ubuntu-22.04",),
+        "memory_kib": ("33554432",),
+    }
+    lines |= {
+        "cpu": tuple(f"0 {n // 2}" for n in range(cpus)),
+        "interface": ("eno1 up 1000", "lo unknown -1"),
+    }
     lines |= {key: (value,) for key, value in values.items()}
     blocks = {"routes": (Block(0, ROUTES),)}
     if gpus:
-        blocks |= {"nvidia-smi": (Block(0, gpus),), "nvidia-smi.capability": (Block(0, CAPABILITY),)}
+        blocks |= {
+            "nvidia-smi": (Block(0, gpus),),
+            "nvidia-smi.capability": (Block(0, CAPABILITY),),
+        }
     return Facts(lines, blocks)
 
 
 def test_nvidia_cards_have_their_device_files_numbers() -> None:
-    information = [(0, INFORMATION.format("A100", "17", 1)), (0, INFORMATION.format("3090", "65", 0)),
-                   (0, INFORMATION.format("A100", "ca", 2))]  # fmt: skip
+    information = [
+        (0, INFORMATION.format("A100", "17", 1)),
+        (0, INFORMATION.format("3090", "65", 0)),
+        (0, INFORMATION.format("A100", "ca", 2)),
+    ]
     outputs = {
         "nvidia-smi": [(0, NVIDIA_SMI)],
         "nvidia-smi.capability": [(0, CAPABILITY)],
@@ -55,8 +69,10 @@ def test_nvidia_cards_have_their_device_files_numbers() -> None:
     }
     cards = parse_gpus(outputs)
     assert [(c.minor, c.memory_mib, c.compute_capability, c.driver) for c in cards] == [
-        (1, 81920, "8.0", "550.54.15"), (0, 24564, "8.6", "550.54.15"), (2, 81920, "8.0", "550.54.15"),
-    ]  # fmt: skip
+        (1, 81920, "8.0", "550.54.15"),
+        (0, 24564, "8.6", "550.54.15"),
+        (2, 81920, "8.0", "550.54.15"),
+    ]
     models = probing.gpu_models(cards, gres_types(card.name for card in cards))
     assert models == (
         GpuModel(type="a100", count=2, minors=(1, 2)),
@@ -69,14 +85,26 @@ def test_a_driver_too_old_for_a_field_and_a_failing_one() -> None:
     old = {"nvidia-smi": [(0, "0, 00000000:01:00.0, 12212, 470.223.02, NVIDIA TITAN X (Pascal)")]}
     (card,) = parse_gpus({**old, "nvidia-smi.capability": [refused]})
     assert (card.compute_capability, card.memory_mib) == ("", 12212)
-    assert probing.gpu_models([card], {card.name: "titan_x"}) == (GpuModel(type="titan_x", count=1),)
+    assert probing.gpu_models([card], {card.name: "titan_x"}) == (
+        GpuModel(type="titan_x", count=1),
+    )
     shared = {"nvidia-smi": [(0, "0, 0000000F:01:00.0, [N/A], 580.95.05, NVIDIA GB10")]}
     assert parse_gpus(shared)[0].memory_mib == 0
-    mismatch = "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 550.54"
+    mismatch = (
+        "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 550.54"
+    )
     assert parse_gpus({"nvidia-smi": [(18, mismatch)]}) == ()
-    assert parse_gpus({"nvidia-smi": [(15, NVIDIA_SMI)]}) == ()  # the rest of the table after a card was lost
     assert (
-        parse_gpus({"nvidia-smi": [(0, NVIDIA_SMI + "\n3, 00000000:DA:00.0, " + ", ".join(["[GPU is lost]"] * 3))]})
+        parse_gpus({"nvidia-smi": [(15, NVIDIA_SMI)]}) == ()
+    )  # the rest of the table after a card was lost
+    assert (
+        parse_gpus(
+            {
+                "nvidia-smi": [
+                    (0, NVIDIA_SMI + "\n3, 00000000:DA:00.0, " + ", ".join(["[GPU is lost]"] * 3))
+                ]
+            }
+        )
         == ()
     )
 
@@ -85,7 +113,11 @@ def test_a_driver_too_old_for_a_field_and_a_failing_one() -> None:
     ("tool", "text", "found"),
     [
         ("amd-smi", AMD_SMI, ("AMD Instinct MI210", 65520, "gfx90a", "6.7.0", "0000:43:00.0")),
-        ("amd-smi", '{"gpu_data": ' + AMD_SMI + "}", ("AMD Instinct MI210", 65520, "gfx90a", "6.7.0", "0000:43:00.0")),
+        (
+            "amd-smi",
+            '{"gpu_data": ' + AMD_SMI + "}",
+            ("AMD Instinct MI210", 65520, "gfx90a", "6.7.0", "0000:43:00.0"),
+        ),
         ("rocm-smi", ROCM_SMI, ("Radeon RX 7900 XT", 20464, "gfx1100", "6.8.5", "0000:03:00.0")),
     ],
 )
@@ -97,10 +129,15 @@ def test_amd_cards(tool: str, text: str, found: tuple[str, int, str, str, str]) 
 
 def test_types_are_short_and_never_shared_by_two_models() -> None:
     names = {
-        "NVIDIA A100-SXM4-80GB": "a100", "NVIDIA GeForce RTX 3090": "rtx_3090", "NVIDIA H100 80GB HBM3": "h100",
-        "NVIDIA RTX 6000 Ada Generation": "rtx_6000_ada", "Quadro P4000": "p4000", "NVIDIA TITAN X (Pascal)": "titan_x",
-        "Arcturus GL-XL [AMD Instinct MI100]": "mi100", "NVIDIA GeForce GTX 1080 Ti": "gtx_1080_ti",
-    }  # fmt: skip
+        "NVIDIA A100-SXM4-80GB": "a100",
+        "NVIDIA GeForce RTX 3090": "rtx_3090",
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA RTX 6000 Ada Generation": "rtx_6000_ada",
+        "Quadro P4000": "p4000",
+        "NVIDIA TITAN X (Pascal)": "titan_x",
+        "Arcturus GL-XL [AMD Instinct MI100]": "mi100",
+        "NVIDIA GeForce GTX 1080 Ti": "gtx_1080_ti",
+    }
     assert gres_types(names) == names
     two = gres_types(["NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "Tesla V100-PCIE-16GB"])
     assert list(two.values()) == ["nvidia_a100-sxm4-40gb", "nvidia_a100-sxm4-80gb", "v100"]
@@ -117,7 +154,9 @@ def test_types_are_short_and_never_shared_by_two_models() -> None:
         ([], None),
     ],
 )
-def test_topology_counts_sockets_cores_and_threads(cpus: list[str], topology: Topology | None) -> None:
+def test_topology_counts_sockets_cores_and_threads(
+    cpus: list[str], topology: Topology | None
+) -> None:
     assert Facts({"cpu": tuple(cpus)}).topology == topology
 
 
@@ -135,7 +174,10 @@ def test_the_interface_is_the_longest_route_that_is_up() -> None:
 
 def test_a_banner_is_passed_over_and_a_cut_answer_refused() -> None:
     banner = "Welcome!\nfact hostname liar\n"
-    whole = banner + "facts begin\nfact hostname alpha.example\nblock x 3\n|a\n|fact b c\nfacts end\nbye\n"
+    whole = (
+        banner
+        + "facts begin\nfact hostname alpha.example\nblock x 3\n|a\n|fact b c\nfacts end\nbye\n"
+    )
     facts = parse_facts(whole)
     assert facts.host == "alpha"
     assert facts.block("x") == Block(3, "a\nfact b c")
@@ -146,13 +188,19 @@ def test_a_banner_is_passed_over_and_a_cut_answer_refused() -> None:
 
 def test_a_banner_without_an_end_of_line_is_passed_over() -> None:
     script = "printf title\n" + facts_script({"DEPTH": "credential"})
-    parse_facts(subprocess.run(["sh"], input=script, capture_output=True, text=True, check=True).stdout)
+    parse_facts(
+        subprocess.run(["sh"], input=script, capture_output=True, text=True, check=True).stdout
+    )
 
 
 @pytest.mark.parametrize(
     ("tool", "text", "count"),
     [
-        ("amd-smi", '[{"gpu": "N/A", "asic": "N/A", "vram": "N/A", "bus": "N/A", "driver": "N/A"}]', 1),
+        (
+            "amd-smi",
+            '[{"gpu": "N/A", "asic": "N/A", "vram": "N/A", "bus": "N/A", "driver": "N/A"}]',
+            1,
+        ),
         ("amd-smi", '["N/A"]', 1),
         ("rocm-smi", '{"card0": "N/A", "system": "N/A"}', 1),
         ("rocm-smi", "[]", 0),
@@ -168,9 +216,13 @@ def stub(folder: Path, name: str, text: str) -> None:
     (folder / name).chmod(stat.S_IRWXU)
 
 
-def test_the_script_itself_finds_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_itself_finds_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stub(
-        tmp_path / "bin", "nvidia-smi", f"case $1 in *driver_version*) cat <<'E'\n{NVIDIA_SMI}\nE\n;; *) exit 2 ;; esac"
+        tmp_path / "bin",
+        "nvidia-smi",
+        f"case $1 in *driver_version*) cat <<'E'\n{NVIDIA_SMI}\nE\n;; *) exit 2 ;; esac",
     )
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("SSH_CONNECTION", "198.18.0.1 5000 198.18.0.2 22")
@@ -178,23 +230,35 @@ def test_the_script_itself_finds_this_machine(tmp_path: Path, monkeypatch: pytes
     assert facts.host == os.uname().nodename.split(".")[0]
     assert facts.memory_mb == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
     assert facts.cpus == os.cpu_count()
-    assert [gpu.name for gpu in facts.gpus] == [line.split(", ")[-1] for line in NVIDIA_SMI.splitlines()]
+    assert [gpu.name for gpu in facts.gpus] == [
+        line.split(", ")[-1] for line in NVIDIA_SMI.splitlines()
+    ]
     assert facts.first("reached_at") == "198.18.0.2"
     assert abs(facts.clock_offset_seconds or 9) <= facts.clock_error_seconds + 0.1
     assert "slurmd.version" not in facts.blocks  # only the doctor asks
 
 
-def test_a_tool_that_cannot_be_ended_does_not_hide_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub(tmp_path / "bin", "nvidia-smi", "case $1 in *driver_version*) trap '' TERM; exec sleep 30 ;; esac")
+def test_a_tool_that_cannot_be_ended_does_not_hide_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub(
+        tmp_path / "bin",
+        "nvidia-smi",
+        "case $1 in *driver_version*) trap '' TERM; exec sleep 30 ;; esac",
+    )
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    done = subprocess.run(["sh"], input=facts_script({"PATIENCE": "1"}), capture_output=True, text=True, timeout=20)
+    done = subprocess.run(
+        ["sh"], input=facts_script({"PATIENCE": "1"}), capture_output=True, text=True, timeout=20
+    )
     facts = parse_facts(done.stdout)
     assert facts.block("nvidia-smi") == Block(137, "")
     assert probing.gpu_warning(facts) == "nvidia-smi fails: it says nothing (exit status 137)"
 
 
 def runner_of(told: dict[str, str]):
-    def runner(node: Node, argv: object, *, input: bytes | None = None, timeout_seconds: float = 0) -> Result:
+    def runner(
+        node: Node, argv: object, *, input: bytes | None = None, timeout_seconds: float = 0
+    ) -> Result:
         if node.name not in told:
             raise RemoteError(f"{node.name}: cannot be reached")
         return Result(0, f"facts begin\n{told[node.name]}\nfacts end\n", "")
@@ -205,7 +269,7 @@ def runner_of(told: dict[str, str]):
 ALPHA = (
     "fact hostname alpha\nfact os ubuntu-22.04\nfact memory_kib 33554432\nfact cpu 0 0\nfact cpu 0 1\n"
     "fact reached_at 192.168.8.151\nblock nvidia-smi 0\n|0, 00000000:01:00.0, 24564, 535.1, NVIDIA GeForce RTX 3090"
-)  # fmt: skip
+)
 
 
 def test_probing_twice_changes_nothing_and_a_difference_is_shown_first(
@@ -213,12 +277,18 @@ def test_probing_twice_changes_nothing_and_a_difference_is_shown_first(
 ) -> None:
     path = tmp_path / "cluster.yaml"
     monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115
-    probing.probe(["root@alpha", "beta"], None, str(path), yes=False, runner=runner_of({"alpha": ALPHA}))
+    probing.probe(
+        ["root@alpha", "beta"], None, str(path), yes=False, runner=runner_of({"alpha": ALPHA})
+    )
     assert "beta: cannot be reached" in capsys.readouterr().err
     (node,) = Cluster.load(path).nodes
     assert (node.name, node.address, node.memory_mb, node.cpus, node.os) == (
-        "alpha", "192.168.8.151", 32768 * 95 // 100, 2, "ubuntu-22.04"
-    )  # fmt: skip
+        "alpha",
+        "192.168.8.151",
+        32768 * 95 // 100,
+        2,
+        "ubuntu-22.04",
+    )
     assert (node.gres, node.ssh.user, node.features) == ("gpu:rtx_3090:1", "root", ("vram24gb",))
     first = path.read_text()
     probing.probe([], path, None, yes=False, runner=runner_of({"alpha": ALPHA}))
@@ -236,7 +306,9 @@ def test_probing_twice_changes_nothing_and_a_difference_is_shown_first(
         probing.probe([], path, None, yes=True, runner=runner_of({}))
 
 
-def test_a_probe_before_the_driver_can_be_repeated_after_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_probe_before_the_driver_can_be_repeated_after_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "cluster.yaml"
     bare = ALPHA[: ALPHA.index("\nblock")]
     probing.probe(["alpha"], None, str(path), yes=False, runner=runner_of({"alpha": bare}))
@@ -249,12 +321,25 @@ def test_a_probe_before_the_driver_can_be_repeated_after_it(tmp_path: Path, caps
 
 
 def test_what_no_probe_can_know_is_kept(tmp_path: Path) -> None:
-    kept = Node("beta", gpus=(GpuModel(count=1),), cpus=2, memory_mb=1000, partition="old", ssh=Ssh(port=2222))
+    kept = Node(
+        "beta",
+        gpus=(GpuModel(count=1),),
+        cpus=2,
+        memory_mb=1000,
+        partition="old",
+        ssh=Ssh(port=2222),
+    )
     hostile = 'a "b" \\ $HOME # x: {y}'
     known = Cluster(
         "lab",
         (
-            Node("alpha", partition="big", constraint="volta&nvlink", env=(("A", hostile),), features=("mine", "cc70")),
+            Node(
+                "alpha",
+                partition="big",
+                constraint="volta&nvlink",
+                env=(("A", hostile),),
+                features=("mine", "cc70"),
+            ),
             kept,
         ),
         controller="beta",
@@ -278,7 +363,10 @@ def test_what_no_probe_can_know_is_kept(tmp_path: Path) -> None:
 
 
 def test_the_interface_written_leads_to_the_other_nodes() -> None:
-    told = {"a": recorded("a", reached_at="192.168.1.5"), "b": recorded("b", reached_at="192.168.8.9")}
+    told = {
+        "a": recorded("a", reached_at="192.168.1.5"),
+        "b": recorded("b", reached_at="192.168.8.9"),
+    }
     asked = nodes_of_arguments(["a=192.168.1.5", "b=192.168.8.9"], None)
     cluster = probed_cluster(None, asked, told)
     assert [node.interface for node in cluster.nodes] == ["eno1", "wlp2s0"]
@@ -291,12 +379,20 @@ def test_two_machines_of_one_name_are_refused() -> None:
         probed_cluster(None, nodes_of_arguments(list(told), None), told)
     known = Cluster("x", (Node("ubuntu"),))
     with pytest.raises(ProbeError, match="ask for it as ubuntu if it is the one of the file"):
-        probed_cluster(known, nodes_of_arguments(["ubuntu.lab"], known), {"ubuntu.lab": recorded("ubuntu")})
+        probed_cluster(
+            known, nodes_of_arguments(["ubuntu.lab"], known), {"ubuntu.lab": recorded("ubuntu")}
+        )
 
 
 @pytest.mark.parametrize(
     ("reached_at", "address"),
-    [("192.0.2.1", "192.0.2.1"), ("fd00::5", "fd00::5"), ("fe80::5%eno1", None), ("::1", None), ("127.0.1.1", None)],
+    [
+        ("192.0.2.1", "192.0.2.1"),
+        ("fd00::5", "fd00::5"),
+        ("fe80::5%eno1", None),
+        ("::1", None),
+        ("127.0.1.1", None),
+    ],
 )
 def test_the_address_written_is_one_for_all(reached_at: str, address: str | None) -> None:
     cluster = probed_cluster(None, [Node("a")], {"a": recorded("a", reached_at=reached_at)})
@@ -304,7 +400,9 @@ def test_the_address_written_is_one_for_all(reached_at: str, address: str | None
 
 
 def test_a_node_of_the_file_can_be_asked_by_its_address() -> None:
-    known = Cluster("x", (Node("alpha", address="192.0.2.1", partition="big", ssh=Ssh(user="ops")),))
+    known = Cluster(
+        "x", (Node("alpha", address="192.0.2.1", partition="big", ssh=Ssh(user="ops")),)
+    )
     assert nodes_of_arguments(["192.0.2.1", "alpha"], known) == list(known.nodes)
 
 
@@ -313,7 +411,9 @@ def test_a_file_of_another_kind_is_written_over_only_when_told_to(tmp_path: Path
     path.write_bytes(b"\xff\xd8")
     (tmp_path / "cluster.yaml").write_text("nodes:\n  - {name: alpha, gpus: 1}\n")
     with pytest.raises(ProbeError, match="--yes writes over it"):
-        probing.probe([], tmp_path / "cluster.yaml", str(path), yes=False, runner=runner_of({"alpha": ALPHA}))
+        probing.probe(
+            [], tmp_path / "cluster.yaml", str(path), yes=False, runner=runner_of({"alpha": ALPHA})
+        )
     assert path.read_bytes() == b"\xff\xd8"
 
 
@@ -326,14 +426,17 @@ def test_a_file_of_another_kind_is_written_over_only_when_told_to(tmp_path: Path
         ("192.0.2.1", ["192.0.2.1"], None, None),
     ],
 )
-def test_hosts_as_arguments(argument: str, names: list[str], address: str | None, user: str | None) -> None:
+def test_hosts_as_arguments(
+    argument: str, names: list[str], address: str | None, user: str | None
+) -> None:
     nodes = nodes_of_arguments([argument], None)
     assert [node.name for node in nodes] == names
     assert (nodes[0].address, nodes[0].ssh.user) == (address, user)
 
 
 @pytest.mark.parametrize(
-    "argument", ["-oProxyCommand=id", "a b", "gpu[01-02]=192.0.2.1", "a;b", "$(id)", "@a", "a\nb", "a:22"]
+    "argument",
+    ["-oProxyCommand=id", "a b", "gpu[01-02]=192.0.2.1", "a;b", "$(id)", "@a", "a\nb", "a:22"],
 )
 def test_hostile_arguments_are_refused(argument: str) -> None:
     with pytest.raises(ProbeError):
@@ -356,7 +459,10 @@ def test_hostile_arguments_are_refused(argument: str) -> None:
             "GPU 0 at 00000000:01:00.0: [GPU",
         ),
         ("block nvidia-smi 124\n|", "fails: it says nothing (exit status 124)"),
-        ("block nvidia-smi 0\n|No devices were found\nfact pci_gpu 0x10de", "nvidia-smi shows none"),
+        (
+            "block nvidia-smi 0\n|No devices were found\nfact pci_gpu 0x10de",
+            "nvidia-smi shows none",
+        ),
         ("fact pci_gpu 0x1002\nfact pci_gpu 0x10de", "no nvidia-smi; install the driver"),
     ],
 )

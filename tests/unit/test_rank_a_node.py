@@ -6,7 +6,7 @@ import pytest
 
 from ddp_slurm.backends.local import step_processes
 from ddp_slurm.cluster import Cluster
-from ddp_slurm.options import JobOptions
+from ddp_slurm.job.options import JobOptions
 from ddp_slurm.plan import Plan, make_plan
 from ddp_slurm.render import render_sbatch
 
@@ -19,7 +19,11 @@ def plan_of(cluster: Path, **options: str) -> Plan:
 def test_each_rank_has_its_nodes_gpus_cpus_and_share(uneven: Path) -> None:
     plan = plan_of(uneven)
     found = [(r.rank, r.node, r.local_rank, r.gpu_type, r.share) for r in plan.ranks()]
-    assert found == [(0, "gamma", 0, "titan", 10), (1, "beta", 0, "v100", 20), (2, "alpha", 0, "a100", 40)]
+    assert found == [
+        (0, "gamma", 0, "titan", 10),
+        (1, "beta", 0, "v100", 20),
+        (2, "alpha", 0, "a100", 40),
+    ]
     assert plan.tasks_per_node == "1(x3)"
     assert [c.cpus_per_task for c in plan.components] == [8, 16, 32]
     text = render_sbatch(plan)
@@ -41,12 +45,20 @@ def test_a_part_of_a_nodes_gpus(uneven: Path) -> None:
         ("titan: {beta: 1}\nv100: {beta: 1}\na100: {beta: 0.001, max_batch: 10}\n", [10, 20, 40]),
     ],
 )
-def test_a_file_of_speeds_is_of_one_gpu_each(uneven: Path, tmp_path: Path, speeds: str, shares: list[int]) -> None:
+def test_a_file_of_speeds_is_of_one_gpu_each(
+    uneven: Path, tmp_path: Path, speeds: str, shares: list[int]
+) -> None:
     (tmp_path / "speeds.yaml").write_text(speeds)
-    assert [rank.share for rank in plan_of(uneven, balance=str(tmp_path / "speeds.yaml")).ranks()] == shares
+    assert [
+        rank.share for rank in plan_of(uneven, balance=str(tmp_path / "speeds.yaml")).ranks()
+    ] == shares
 
 
-def test_the_gpus_of_this_machine_are_dealt_out_node_by_node(uneven: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpus_of_this_machine_are_dealt_out_node_by_node(
+    uneven: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6")
-    found = [process.environ["CUDA_VISIBLE_DEVICES"] for process in step_processes(plan_of(uneven), {})]
+    found = [
+        process.environ["CUDA_VISIBLE_DEVICES"] for process in step_processes(plan_of(uneven), {})
+    ]
     assert found == ["0", "1,2", "3,4,5,6"]

@@ -25,9 +25,14 @@ WORLDS = {
 """Recording -> hosts and tasks on each, in the order of ranks. It is never the order of names."""
 
 TORCHRUN = {
-    "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "2",
-    "MASTER_ADDR": "fd00::5", "MASTER_PORT": "29500",
-}  # fmt: skip
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "6",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "2",
+    "MASTER_ADDR": "fd00::5",
+    "MASTER_PORT": "29500",
+}
 
 
 def recorded(name: str, release: str) -> tuple[list[dict[str, str]], dict[str, str]]:
@@ -54,7 +59,9 @@ def test_recorded_steps(name, release):
     ]
     assert len(tasks) == len(expected)
     one_device_each = "gpus_per_task" in name and release != "20.11"  # that release binds nothing
-    for rank, (env, (host, node_rank, local_rank, count)) in enumerate(zip(tasks, expected, strict=True)):
+    for rank, (env, (host, node_rank, local_rank, count)) in enumerate(
+        zip(tasks, expected, strict=True)
+    ):
         assert env["HOST"] == host
         assert RankEnv.from_environ(env) == RankEnv(
             rank=rank,
@@ -73,7 +80,9 @@ def test_recorded_steps(name, release):
 def test_recorded_batch_shells_are_refused(name, release):
     _, batch = recorded(name, release)
     assert batch["SLURM_PROCID"] == "0"  # it looks like rank 0
-    with pytest.raises(LaunchError, match=f"not inside an srun step.*job {batch['SLURM_JOB_ID']}.*srun python -m"):
+    with pytest.raises(
+        LaunchError, match=f"not inside an srun step.*job {batch['SLURM_JOB_ID']}.*srun python -m"
+    ):
         RankEnv.from_environ(batch)
 
 
@@ -81,10 +90,19 @@ def test_recorded_batch_shells_are_refused(name, release):
 def test_the_shell_of_salloc_is_refused(step_id):
     # of 22.05 with use_interactive_step, salloc --nodes=2 --ntasks-per-node=2
     shell = {
-        "SLURM_JOB_ID": "1", "SLURM_STEP_ID": step_id, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
-        "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1", "SLURM_GTIDS": "0", "SLURM_STEP_NODELIST": "a",
-    }  # fmt: skip
-    with pytest.raises(LaunchError, match=r"not inside an srun step.*shell of job 1.*srun python -m"):
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_ID": step_id,
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_NTASKS": "4",
+        "SLURM_STEP_NUM_TASKS": "1",
+        "SLURM_GTIDS": "0",
+        "SLURM_STEP_NODELIST": "a",
+    }
+    with pytest.raises(
+        LaunchError, match=r"not inside an srun step.*shell of job 1.*srun python -m"
+    ):
         RankEnv.from_environ(shell)
     assert RankEnv.from_environ({**shell, "SLURM_STEP_ID": "0"}).world_size == 4
 
@@ -117,7 +135,9 @@ def test_half_a_set_of_torchruns_variables(step, slurm, name):
         RankEnv.from_environ(env)
 
 
-@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"])
+@pytest.mark.parametrize(
+    "name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"]
+)
 def test_one_of_torchruns_variables_in_a_step(step, name):
     with pytest.raises(LaunchError, match=rf"half a set of torchrun's variables: {name} set"):
         RankEnv.from_environ({**step, name: "1"})
@@ -132,20 +152,31 @@ def test_node_rank_serves_where_group_rank_is_missing():
 def test_what_is_set_for_env_scripts_reads_back(step):
     env = RankEnv.from_environ(step)
     assert env.env_variables() == {
-        "RANK": "4", "LOCAL_RANK": "1", "WORLD_SIZE": "7", "LOCAL_WORLD_SIZE": "4", "NODE_RANK": "2",
-        "MASTER_ADDR": "gamma", "MASTER_PORT": "10001",
-    }  # fmt: skip
+        "RANK": "4",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "7",
+        "LOCAL_WORLD_SIZE": "4",
+        "NODE_RANK": "2",
+        "MASTER_ADDR": "gamma",
+        "MASTER_PORT": "10001",
+    }
     assert RankEnv.from_environ({**step, **env.env_variables()}) == env
 
 
-@pytest.mark.parametrize("value", ["", "x", "-1", "+4", " 4", "4(x2)", "4.0", "1_0", "٤", "9" * 5000, "0x4", "4\n"])
-@pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NODEID", "SLURM_JOB_ID"])
+@pytest.mark.parametrize(
+    "value", ["", "x", "-1", "+4", " 4", "4(x2)", "4.0", "1_0", "٤", "9" * 5000, "0x4", "4\n"]
+)
+@pytest.mark.parametrize(
+    "name", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NODEID", "SLURM_JOB_ID"]
+)
 def test_bad_numbers_in_a_step(step, name, value):
     with pytest.raises(LaunchError, match=re.escape(f"{name}={value!r} is not a whole number")):
         RankEnv.from_environ({**step, name: value})
 
 
-@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_PORT"])
+@pytest.mark.parametrize(
+    "name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_PORT"]
+)
 @pytest.mark.parametrize("value", ["", "two", "-1"])
 def test_bad_numbers_from_torchrun(name, value):
     with pytest.raises(LaunchError, match=re.escape(f"{name}={value!r} is not a whole number")):
@@ -161,10 +192,14 @@ def test_bad_ports(step, port):
 @pytest.mark.parametrize(
     "change",
     [
-        {"RANK": "6"}, {"LOCAL_RANK": "2"}, {"WORLD_SIZE": "5"}, {"LOCAL_WORLD_SIZE": "7"}, {"GROUP_RANK": "6"},
+        {"RANK": "6"},
+        {"LOCAL_RANK": "2"},
+        {"WORLD_SIZE": "5"},
+        {"LOCAL_WORLD_SIZE": "7"},
+        {"GROUP_RANK": "6"},
         {"WORLD_SIZE": "0"},
     ],
-)  # fmt: skip
+)
 def test_numbers_that_contradict_each_other(change):
     with pytest.raises(LaunchError, match="contradict each other"):
         RankEnv.from_environ({**TORCHRUN, **change})
@@ -175,13 +210,17 @@ def test_numbers_that_contradict_each_other(change):
     [
         {"RANK": "1", "WORLD_SIZE": "2", "GROUP_RANK": "0"},  # all on one node
         {"RANK": "5", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "5"},  # one on each
-        {"MASTER_PORT": "1"}, {"MASTER_PORT": "65535"},
+        {"MASTER_PORT": "1"},
+        {"MASTER_PORT": "65535"},
     ],
-)  # fmt: skip
+)
 def test_numbers_at_the_edge(change):
     environ = {**TORCHRUN, **change}
     env = RankEnv.from_environ(environ).env_variables()
-    assert {"GROUP_RANK": env["NODE_RANK"], **env} == {**environ, "NODE_RANK": environ["GROUP_RANK"]}
+    assert {"GROUP_RANK": env["NODE_RANK"], **env} == {
+        **environ,
+        "NODE_RANK": environ["GROUP_RANK"],
+    }
 
 
 def test_empty_master_from_torchrun():
@@ -190,7 +229,15 @@ def test_empty_master_from_torchrun():
 
 
 @pytest.mark.parametrize(
-    "name", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_JOB_ID"]
+    "name",
+    [
+        "SLURM_PROCID",
+        "SLURM_LOCALID",
+        "SLURM_NTASKS",
+        "SLURM_NODEID",
+        "SLURM_GTIDS",
+        "SLURM_JOB_ID",
+    ],
 )
 def test_a_step_with_a_variable_missing(step, name):
     del step[name]
@@ -217,7 +264,12 @@ def test_no_guess_where_the_components_hosts_are_unknown(step):
 
 @pytest.mark.parametrize(
     ("step_hosts", "master"),
-    [("alpha,beta1", "beta1"), ("alpha", "alpha"), ("alpha,gamma", "gamma"), ("elsewhere", "elsewhere")],
+    [
+        ("alpha,beta1", "beta1"),
+        ("alpha", "alpha"),
+        ("alpha,gamma", "gamma"),
+        ("elsewhere", "elsewhere"),
+    ],
 )
 def test_a_step_over_some_components_only(step, step_hosts, master):
     assert RankEnv.from_environ({**step, "SLURM_STEP_NODELIST": step_hosts}).master_addr == master
@@ -225,12 +277,22 @@ def test_a_step_over_some_components_only(step, step_hosts, master):
 
 def test_a_step_over_the_end_of_a_component():
     env = recorded("het_two_node_component", "22.05")[0][3]
-    assert RankEnv.from_environ({**env, "SLURM_STEP_NODELIST": "alpha,beta2"}).master_addr == "beta2"
+    assert (
+        RankEnv.from_environ({**env, "SLURM_STEP_NODELIST": "alpha,beta2"}).master_addr == "beta2"
+    )
 
 
 @pytest.mark.parametrize(
     ("visible", "index"),
-    [(None, 1), ("", 1), ("0,1,2,3", 1), ("2", 0), ("GPU-1c9f", 0), ("MIG-a,MIG-b,MIG-c,MIG-d", 1), ("4,5,6,7", 1)],
+    [
+        (None, 1),
+        ("", 1),
+        ("0,1,2,3", 1),
+        ("2", 0),
+        ("GPU-1c9f", 0),
+        ("MIG-a,MIG-b,MIG-c,MIG-d", 1),
+        ("4,5,6,7", 1),
+    ],
 )
 def test_device_index(step, visible, index):
     env = {name: value for name, value in step.items() if name != "CUDA_VISIBLE_DEVICES"}

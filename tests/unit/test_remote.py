@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from ddp_slurm.admin import remote
-from ddp_slurm.admin.remote import RemoteError, Result, on_all, run, run_script, ssh_argv
 from ddp_slurm.cluster import Node, Ssh
+from ddp_slurm.ssh import remote
+from ddp_slurm.ssh.remote import RemoteError, Result, on_all, run, run_script, ssh_argv
 
-AWAY = Node("alpha", address="192.0.2.77", ssh=Ssh(user="ops", port=2222, identity="~/keys/id 100%"))
+AWAY = Node(
+    "alpha", address="192.0.2.77", ssh=Ssh(user="ops", port=2222, identity="~/keys/id 100%")
+)
 
 STUB_SSH = """#!/bin/sh
 printf '%s\\n' "$@" >"$STUB_LOG"
@@ -40,7 +42,9 @@ def test_the_client_gets_what_cluster_yaml_says(monkeypatch: pytest.MonkeyPatch)
     assert argv[argv.index("-l") + 1] == "ops"
     assert argv[argv.index("-p") + 1] == "2222"
     assert argv[argv.index("-i") + 1] == "/home/me/keys/id 100%%"
-    assert {"BatchMode=yes", "ControlMaster=no", "ControlPath=none", "IdentitiesOnly=yes"} <= set(argv)
+    assert {"BatchMode=yes", "ControlMaster=no", "ControlPath=none", "IdentitiesOnly=yes"} <= set(
+        argv
+    )
 
 
 def test_what_is_not_said_is_left_to_the_users_configuration() -> None:
@@ -50,7 +54,8 @@ def test_what_is_not_said_is_left_to_the_users_configuration() -> None:
 
 
 @pytest.mark.parametrize(
-    "word", ["a b", "it's", "$HOME", "`id`", "a;b", "*", "", "-n", 'say "x"', "back\\slash", "!x", "ü"]
+    "word",
+    ["a b", "it's", "$HOME", "`id`", "a;b", "*", "", "-n", 'say "x"', "back\\slash", "!x", "ü"],
 )
 def test_every_word_arrives_as_it_is(stub_ssh: Path, word: str) -> None:
     assert run(AWAY, ["printf", "%s.", word, "end"]).stdout == f"{word}.end."
@@ -83,7 +88,8 @@ def test_root_by_sudo_where_the_login_user_is_another(
 def test_a_failed_command_is_a_result_and_a_failed_connection_an_error(stub_ssh: Path) -> None:
     assert run(AWAY, ["sh", "-c", "echo no >&2; exit 3"]) == Result(3, "", "no\n")
     with pytest.raises(
-        RemoteError, match=r"alpha: cannot be reached by ssh \(ops@192\.0\.2\.77 port 2222\): .*ssh-copy-id"
+        RemoteError,
+        match=r"alpha: cannot be reached by ssh \(ops@192\.0\.2\.77 port 2222\): .*ssh-copy-id",
     ):
         run(AWAY, ["sh", "-c", "echo 'Permission denied (publickey).' >&2; exit 255"])
     with pytest.raises(RemoteError, match=r"alpha: sleep was not done after 0\.1 s"):
@@ -91,7 +97,11 @@ def test_a_failed_command_is_a_result_and_a_failed_connection_an_error(stub_ssh:
 
 
 def test_this_machine_needs_no_ssh(stub_ssh: Path) -> None:
-    for node in (Node(socket.gethostname()), Node("x", address="127.0.0.1"), Node("x", address="::1")):
+    for node in (
+        Node(socket.gethostname()),
+        Node("x", address="127.0.0.1"),
+        Node("x", address="::1"),
+    ):
         assert run(node, ["printf", "%s", "a b"]).stdout == "a b"
     assert run(Node("x", address="127.0.0.1"), ["no-such-command"]).returncode == 127
     assert not stub_ssh.exists()

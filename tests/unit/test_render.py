@@ -12,10 +12,10 @@ import pytest
 
 from ddp_slurm.cluster import Cluster, GpuModel
 from ddp_slurm.errors import DdpSlurmError
-from ddp_slurm.options import JobOptions, SbatchOption
+from ddp_slurm.job.options import JobOptions, SbatchOption
 from ddp_slurm.plan import Plan, make_plan
 from ddp_slurm.render import render_sbatch
-from ddp_slurm.templating import directive, render_template
+from ddp_slurm.render.templating import directive, render_template
 
 from .conftest import Stub
 
@@ -42,15 +42,22 @@ FULL = {
     "sbatch": ["reservation=lab", "1:mincpus=4", "exclusive", "comment=two words #1"],
 }
 NODEWISE = {
-    "launcher": "torchrun", "container": "apptainer:/images/a b.sif", "mount": ["/data:/data:ro"], "time": "10",
-    "signal_seconds": 60, "max_restarts": 2, "python": "/opt/my env/bin/python",
-}  # fmt: skip
+    "launcher": "torchrun",
+    "container": "apptainer:/images/a b.sif",
+    "mount": ["/data:/data:ro"],
+    "time": "10",
+    "signal_seconds": 60,
+    "max_restarts": 2,
+    "python": "/opt/my env/bin/python",
+}
 
 
 def plan_of(tmp_path: Path, cluster: str, **options: Any) -> Plan:
     path = tmp_path / "golden.yaml"
     path.write_text(cluster)
-    return make_plan(Cluster.load(path), JobOptions(**{"command": ["python", "train.py", "5", "1"], **options}))
+    return make_plan(
+        Cluster.load(path), JobOptions(**{"command": ["python", "train.py", "5", "1"], **options})
+    )
 
 
 CASES: dict[str, tuple[str | None, dict[str, Any]]] = {
@@ -99,11 +106,17 @@ def run_script(text: str, tmp_path: Path, **env: str) -> "subprocess.CompletedPr
 RECORD = 'printf "%s\\0" "$@" > "$RECORD"; env -0 > "$RECORD.env"; exit "${SRUN_STATUS:-0}"'
 
 
-def test_srun_gets_every_segment_and_none_of_component_0s_sizes(uneven: Path, tmp_path: Path, stub: Stub) -> None:
+def test_srun_gets_every_segment_and_none_of_component_0s_sizes(
+    uneven: Path, tmp_path: Path, stub: Stub
+) -> None:
     stub("srun", RECORD)
     hostile = ["$(id)", "it's", 'say "x"', "a b", "*", "", "-x", "ü"]
-    text = render_sbatch(plan_of(tmp_path, uneven.read_text(), command=["python", *hostile], env=["V=a 'b' $HOME"]))
-    sizes = dict.fromkeys(("SLURM_NTASKS", "SLURM_NODELIST", "SLURM_JOB_NODELIST", "SLURM_MEM_PER_NODE"), "9")
+    text = render_sbatch(
+        plan_of(tmp_path, uneven.read_text(), command=["python", *hostile], env=["V=a 'b' $HOME"])
+    )
+    sizes = dict.fromkeys(
+        ("SLURM_NTASKS", "SLURM_NODELIST", "SLURM_JOB_NODELIST", "SLURM_MEM_PER_NODE"), "9"
+    )
     done = run_script(text, tmp_path, RECORD=str(tmp_path / "argv"), **sizes)
     assert done.returncode == 0, done.stderr
     argv = (tmp_path / "argv").read_text().split("\0")[:-1]
@@ -115,7 +128,9 @@ def test_srun_gets_every_segment_and_none_of_component_0s_sizes(uneven: Path, tm
         "--nodes=1 --ntasks=4 --ntasks-per-node=4 --cpus-per-task=8",
     ]
     assert argv[-len(hostile) :] == hostile
-    env = dict(item.partition("=")[::2] for item in (tmp_path / "argv.env").read_text().split("\0") if item)
+    env = dict(
+        item.partition("=")[::2] for item in (tmp_path / "argv.env").read_text().split("\0") if item
+    )
     assert not set(sizes) & set(env)
     assert env["V"] == "a 'b' $HOME"
     assert env["DDP_SLURM_TASKS_PER_NODE"] == "1,2,4"
@@ -140,7 +155,9 @@ def test_variables_of_any_name_reach_the_ranks_and_change_nothing(
 
 
 @pytest.mark.parametrize("status", [0, 1, 3, 137])
-def test_the_script_ends_with_sruns_own_status(status: int, uneven: Path, tmp_path: Path, stub: Stub) -> None:
+def test_the_script_ends_with_sruns_own_status(
+    status: int, uneven: Path, tmp_path: Path, stub: Stub
+) -> None:
     stub("srun", f"exit {status}")
     assert run_script(rendered("uneven", uneven, tmp_path), tmp_path).returncode == status
 
@@ -159,13 +176,18 @@ def test_a_stop_at_the_time_limit_is_requeued_and_no_more_often_than_allowed(
     assert "all 1 restarts are used up" in done.stderr
     assert run_script(text, tmp_path, SLURM_RESTART_COUNT="2").returncode == 75
     assert (tmp_path / "scontrol").read_text() == "requeue 7\n"
-    done = run_script(render_sbatch(plan_of(tmp_path, uneven.read_text(), **options | {"max_restarts": 0})), tmp_path)
+    done = run_script(
+        render_sbatch(plan_of(tmp_path, uneven.read_text(), **options | {"max_restarts": 0})),
+        tmp_path,
+    )
     assert (done.returncode, done.stdout) == (75, "")
     assert "submit again to go on" in done.stderr
     assert (tmp_path / "scontrol").read_text() == "requeue 7\n"
 
 
-def test_outside_slurm_and_with_a_component_missing_it_says_so(uneven: Path, tmp_path: Path, stub: Stub) -> None:
+def test_outside_slurm_and_with_a_component_missing_it_says_so(
+    uneven: Path, tmp_path: Path, stub: Stub
+) -> None:
     stub("srun", "echo started")
     text = rendered("uneven", uneven, tmp_path)
     for env, words in (
@@ -184,14 +206,19 @@ def test_outside_slurm_and_with_a_component_missing_it_says_so(uneven: Path, tmp
         (None, {"command": []}, "no command"),
         (None, {"command": ["a", ":", "b"]}, "the word ':'"),
         (None, {"sbatch": ["3:x=1"]}, "there are only components 0 to 2"),
-        ("nodes:\n  - {name: a, gpus: 1, memory: 3G}\n  - {name: b, gpus: 2}\n", {}, "memory is given for some nodes but not for b"),
         (
-            "nodes:\n" + "".join(f"  - {{name: n{i}, gpus: 1, cpus: {i}}}\n" for i in range(1, 130)),
+            "nodes:\n  - {name: a, gpus: 1, memory: 3G}\n  - {name: b, gpus: 2}\n",
+            {},
+            "memory is given for some nodes but not for b",
+        ),
+        (
+            "nodes:\n"
+            + "".join(f"  - {{name: n{i}, gpus: 1, cpus: {i}}}\n" for i in range(1, 130)),
             {},
             "129 components, Slurm takes 128",
         ),
     ],
-)  # fmt: skip
+)
 def test_what_slurm_would_refuse_or_misread(
     uneven: Path, tmp_path: Path, cluster: str | None, options: dict[str, Any], words: str
 ) -> None:
@@ -206,9 +233,23 @@ def test_as_many_components_as_slurm_takes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "field", ["nodes", "gpus", "partition", "constraint", "name", "output", "time", "account", "qos", "sbatch"]
+    "field",
+    [
+        "nodes",
+        "gpus",
+        "partition",
+        "constraint",
+        "name",
+        "output",
+        "time",
+        "account",
+        "qos",
+        "sbatch",
+    ],
 )
-def test_whatever_was_read_before_no_value_begins_a_directive(uneven: Path, tmp_path: Path, field: str) -> None:
+def test_whatever_was_read_before_no_value_begins_a_directive(
+    uneven: Path, tmp_path: Path, field: str
+) -> None:
     bad: Any = "a\n#SBATCH --uid=0"
     bad = {
         "nodes": (bad,),
@@ -217,7 +258,9 @@ def test_whatever_was_read_before_no_value_begins_a_directive(uneven: Path, tmp_
     }.get(field, bad)
     plan = plan_of(tmp_path, uneven.read_text())
     if field in ("nodes", "gpus", "partition", "constraint"):
-        plan = replace(plan, components=(replace(plan.components[0], **{field: bad}), *plan.components[1:]))
+        plan = replace(
+            plan, components=(replace(plan.components[0], **{field: bad}), *plan.components[1:])
+        )
     else:
         plan = replace(plan, options=plan.options.replaced(**{field: bad}))
     with pytest.raises(DdpSlurmError, match="newline"):

@@ -10,11 +10,18 @@ import pytest
 from ddp_slurm.run import script_environ
 
 HET_STEP = {
-    "SLURM_JOB_ID": "19007", "SLURM_PROCID": "5", "SLURM_LOCALID": "2", "SLURM_NODEID": "2", "SLURM_NTASKS": "7",
-    "SLURM_GTIDS": "3,4,5,6", "SLURM_STEP_NODELIST": "alpha,beta,gamma", "SLURM_HET_SIZE": "3",
-    "SLURM_JOB_NODELIST_HET_GROUP_0": "gamma", "SLURM_JOB_NODELIST_HET_GROUP_1": "beta",
+    "SLURM_JOB_ID": "19007",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "2",
+    "SLURM_NODEID": "2",
+    "SLURM_NTASKS": "7",
+    "SLURM_GTIDS": "3,4,5,6",
+    "SLURM_STEP_NODELIST": "alpha,beta,gamma",
+    "SLURM_HET_SIZE": "3",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "gamma",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "beta",
     "SLURM_JOB_NODELIST_HET_GROUP_2": "alpha",
-}  # fmt: skip
+}
 NAMES = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE NODE_RANK MASTER_ADDR MASTER_PORT"
 
 
@@ -45,11 +52,15 @@ def test_help() -> None:
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
-def test_what_marks_a_rank_as_torchruns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_gpu: bool) -> None:
+def test_what_marks_a_rank_as_torchruns(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_gpu: bool
+) -> None:
     device = tmp_path / "nvidia0"
     if has_gpu:
         device.touch()
-    monkeypatch.setattr("ddp_slurm.run.ACCELERATORS", (str(tmp_path / "kfd"), str(tmp_path / "nvidia[0-9]*")))
+    monkeypatch.setattr(
+        "ddp_slurm.run.ACCELERATORS", (str(tmp_path / "kfd"), str(tmp_path / "nvidia[0-9]*"))
+    )
     env = script_environ({**HET_STEP, "OTHER": "x"})
     assert (env["GROUP_RANK"], env["TORCHELASTIC_RUN_ID"], env["OTHER"]) == ("2", "19007", "x")
     assert env.get("ACCELERATE_USE_CPU") == (None if has_gpu else "true")
@@ -57,7 +68,9 @@ def test_what_marks_a_rank_as_torchruns(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert own.items() <= script_environ({**HET_STEP, **own}).items()
     again = {name: value for name, value in env.items() if not name.startswith("SLURM_")}
     assert (
-        script_environ({k: v for k, v in again.items() if k != "TORCHELASTIC_RUN_ID"})["TORCHELASTIC_RUN_ID"]
+        script_environ({k: v for k, v in again.items() if k != "TORCHELASTIC_RUN_ID"})[
+            "TORCHELASTIC_RUN_ID"
+        ]
         == "ddp_slurm"
     )
 
@@ -74,7 +87,12 @@ def test_the_commands_own_status_comes_back() -> None:
         (["/etc/passwd"], HET_STEP, 126, "/etc/passwd: Permission denied"),
         (["true"], {}, 2, "no launcher"),
         (["true"], {"SLURM_JOB_ID": "3", "SLURM_PROCID": "0"}, 2, "not inside an srun step"),
-        (["true"], {**HET_STEP, "WORLD_SIZE": "7"}, 2, "half a set of torchrun's variables: WORLD_SIZE set"),
+        (
+            ["true"],
+            {**HET_STEP, "WORLD_SIZE": "7"},
+            2,
+            "half a set of torchrun's variables: WORLD_SIZE set",
+        ),
     ],
 )
 def test_what_cannot_be_run(args: list[str], env: dict[str, str], status: int, words: str) -> None:
@@ -85,8 +103,10 @@ def test_what_cannot_be_run(args: list[str], env: dict[str, str], status: int, w
 
 
 def test_it_needs_nothing_but_the_standard_library() -> None:
-    code = (
-        "import sys, ddp_slurm.run; print([m for m in sys.modules if m.split('.')[0] in ('jinja2', 'torch', 'yaml')])"
-    )
-    assert subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": os.getcwd()}).stdout in ("[]\n",)  # fmt: skip
+    code = "import sys, ddp_slurm.run; print([m for m in sys.modules if m.split('.')[0] in ('jinja2', 'torch', 'yaml')])"
+    assert subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    ).stdout in ("[]\n",)

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp_slurm.backends import runner
-from ddp_slurm.backends.runner import Ending, Process, run_all
+from ddp_slurm.backends import processes as runner
+from ddp_slurm.backends.processes import Ending, Process, run_all
 
 
 def test_a_lifeline_gives_its_line_and_a_sign_of_life_now_and_then(
@@ -15,12 +15,16 @@ def test_a_lifeline_gives_its_line_and_a_sign_of_life_now_and_then(
 ) -> None:
     monkeypatch.setattr(runner, "HEARTBEAT_SECONDS", 0.01)
     reads = 'IFS= read -r line; echo "got $line"; head -c 3; echo; exec sleep 0.2 <&-'
-    process = Process(["sh", "-c", reads], os.environ, label="[a] ", name="reader", lifeline="a line")
+    process = Process(
+        ["sh", "-c", reads], os.environ, label="[a] ", name="reader", lifeline="a line"
+    )
     assert run_all([process], "node") == Ending(0, interrupted=False)
     assert capfd.readouterr().out == "[a] got a line\n[a] ...\n"
 
 
-def test_an_output_that_cannot_be_written_does_not_stop_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_that_cannot_be_written_does_not_stop_the_reading(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with open("/dev/full", "wb", buffering=0) as full:
         monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=full))
         process = Process(["seq", "30000"], os.environ, label="", name="talks")

@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 
 from ddp_slurm.cluster import Cluster
-from ddp_slurm.job import Request, load_options
-from ddp_slurm.log_path import RUNS_FOLDER, log_path, runs_folder
-from ddp_slurm.options import JobOptions
+from ddp_slurm.job.log_path import RUNS_FOLDER, log_path, runs_folder
+from ddp_slurm.job.options import JobOptions
 from ddp_slurm.plan import Plan, make_plan
+from ddp_slurm.plan.request import Request, load_options
 from ddp_slurm.render import render_sbatch
-from ddp_slurm.runs import (
+from ddp_slurm.runs.run_folder import (
     Run,
     RunError,
     find_run,
@@ -34,20 +34,36 @@ from ddp_slurm.runs import (
     plan_as_dict,
     versions,
 )
-from ddp_slurm.state import ComponentState, JobState, parse_exit_marker
+from ddp_slurm.slurm_client.states import ComponentState, JobState, parse_exit_marker
 
 from .conftest import Stub
 
 EVERYTHING = {
-    "command": ["python", "my train.py", "it's", "5"], "nodes": "gamma,alpha", "gpus": "5", "name": "a run", "time": "12:00:00",
-    "output": "logs/%x-%j.out", "partition": "big", "account": "0123", "qos": "no", "cpus_per_task": "4", "memory": "30G",
-    "signal_seconds": "90", "max_restarts": "3", "env": ["A=x: y", "B=1_0"], "setup": ["module load cuda # 12"],
-    "venv": "/opt/my env", "global_batch_size": "256", "sbatch": ["reservation=lab", "1:exclusive", "0:comment=a=b"],
-}  # fmt: skip
+    "command": ["python", "my train.py", "it's", "5"],
+    "nodes": "gamma,alpha",
+    "gpus": "5",
+    "name": "a run",
+    "time": "12:00:00",
+    "output": "logs/%x-%j.out",
+    "partition": "big",
+    "account": "0123",
+    "qos": "no",
+    "cpus_per_task": "4",
+    "memory": "30G",
+    "signal_seconds": "90",
+    "max_restarts": "3",
+    "env": ["A=x: y", "B=1_0"],
+    "setup": ["module load cuda # 12"],
+    "venv": "/opt/my env",
+    "global_batch_size": "256",
+    "sbatch": ["reservation=lab", "1:exclusive", "0:comment=a=b"],
+}
 
 
 def plan_of(uneven: Path, **options: object) -> Plan:
-    return make_plan(Cluster.load(uneven), JobOptions.read({"command": ["python", "train.py"], **options}))
+    return make_plan(
+        Cluster.load(uneven), JobOptions.read({"command": ["python", "train.py"], **options})
+    )
 
 
 def keep(plan: Plan, runs: Path, job_id: str = "48", **kwargs: object) -> Run:
@@ -64,7 +80,8 @@ def keep(plan: Plan, runs: Path, job_id: str = "48", **kwargs: object) -> Run:
 
 
 @pytest.mark.parametrize(
-    "values", [EVERYTHING, {"command": ["x"], "container": "apptainer:/i.sif", "mount": ["/d:/e:ro"]}]
+    "values",
+    [EVERYTHING, {"command": ["x"], "container": "apptainer:/i.sif", "mount": ["/d:/e:ro"]}],
 )
 def test_job_yaml_gives_the_same_options_again(tmp_path: Path, values: dict[str, object]) -> None:
     options = load_options(Request(None, None, values))
@@ -72,10 +89,14 @@ def test_job_yaml_gives_the_same_options_again(tmp_path: Path, values: dict[str,
     assert load_options(Request(None, tmp_path / "job.yaml", {})) == options
 
 
-def test_a_run_is_kept_and_found(uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_kept_and_found(
+    uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     plan = plan_of(uneven, output="logs/%x-%j.out", env=["TOKEN=secret"])
-    run = keep(plan, runs_folder(plan.options.output), cluster_file=uneven, script="export TOKEN=secret\n")
+    run = keep(
+        plan, runs_folder(plan.options.output), cluster_file=uneven, script="export TOKEN=secret\n"
+    )
     assert run.folder == tmp_path / "logs" / RUNS_FOLDER / "48"
     assert load_run(run.folder) == run == find_run("48")
     assert find_run("48", tmp_path / "logs") == run
@@ -100,7 +121,9 @@ def test_of_several_runs_of_a_number_it_is_that_of_slurms_log_else_the_latest(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name, month in (("a", "01"), ("b", "03"), ("c", "02")):
-        monkeypatch.setattr("ddp_slurm.runs._utc", lambda month=month: f"2026-{month}-01T00:00:00Z")
+        monkeypatch.setattr(
+            "ddp_slurm.runs.run_folder._utc", lambda month=month: f"2026-{month}-01T00:00:00Z"
+        )
         keep(plan_of(uneven, output=f"{name}/%j.out"), tmp_path / name / RUNS_FOLDER)
     for log, name in ((None, "b"), (f"{tmp_path}/a/48.out", "a"), (f"{tmp_path}/a/%x.out", "b")):
         run = find_run("48", log=log)
@@ -115,7 +138,9 @@ def test_the_command_to_repeat_submits_the_same_again(
     uneven: Path, submit: object, tmp_path: Path, stub: object
 ) -> None:
     stub("sbatch", 'cat > "$RECORD"; echo 48')  # type: ignore[operator]
-    (tmp_path / "speeds.yaml").write_text("titan: {beta: 0.01}\nv100: {beta: 0.005}\na100: {beta: 0.002}\n")
+    (tmp_path / "speeds.yaml").write_text(
+        "titan: {beta: 0.01}\nv100: {beta: 0.005}\na100: {beta: 0.002}\n"
+    )
     record = tmp_path / "first"
     args = [
         "--time",
@@ -136,13 +161,17 @@ def test_the_command_to_repeat_submits_the_same_again(
     uneven.unlink()
     run = load_run(tmp_path / RUNS_FOLDER / "48")
     assert (run.folder / "script.sh").read_text() == record.read_text()
-    again = submit(*run.repeat[2:], env={"RECORD": str(tmp_path / "second")}, cwd=Path(run.directory))  # type: ignore[operator]
+    again = submit(
+        *run.repeat[2:], env={"RECORD": str(tmp_path / "second")}, cwd=Path(run.directory)
+    )  # type: ignore[operator]
     assert again.returncode == 0, again.stderr
     assert (tmp_path / "second").read_text() == record.read_text()
 
 
 @pytest.mark.parametrize("file", [None, Path("/dev/null")])
-def test_without_a_file_the_cluster_is_written_from_the_plan(uneven: Path, tmp_path: Path, file: Path | None) -> None:
+def test_without_a_file_the_cluster_is_written_from_the_plan(
+    uneven: Path, tmp_path: Path, file: Path | None
+) -> None:
     uneven.write_text(uneven.read_text() + "    address: 10.0.0.1\nssh: {user: ops}\n")
     plan = plan_of(uneven, nodes="beta,alpha")
     run = keep(plan, tmp_path / RUNS_FOLDER, cluster_file=file)
@@ -157,7 +186,9 @@ def test_an_older_run_of_the_same_number_is_set_aside(uneven: Path, tmp_path: Pa
     for path in old.folder.iterdir():
         os.utime(path, (time.time() - 60, time.time() - 60))
     submitted_at = time.time() - 30
-    (old.folder / "exit").write_text("status=0\n")  # the new job has ended before its folder was written
+    (old.folder / "exit").write_text(
+        "status=0\n"
+    )  # the new job has ended before its folder was written
     new = keep(plan, tmp_path, script="new", submitted_at=submitted_at)
     assert (new.folder / "script.sh").read_text() == "new"
     assert new.exit_marker() == "status=0\n"
@@ -166,10 +197,22 @@ def test_an_older_run_of_the_same_number_is_set_aside(uneven: Path, tmp_path: Pa
     assert not (aside / "exit").exists()
 
 
-def test_a_run_that_cannot_be_kept_is_said(uneven: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_cannot_be_kept_is_said(
+    uneven: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("")
-    assert keep_run(plan_of(uneven), runs=tmp_path / "file", job_id="48", backend="sbatch", script="", cluster_file=None,
-                    submitted_at=0.0) is None  # fmt: skip
+    assert (
+        keep_run(
+            plan_of(uneven),
+            runs=tmp_path / "file",
+            job_id="48",
+            backend="sbatch",
+            script="",
+            cluster_file=None,
+            submitted_at=0.0,
+        )
+        is None
+    )
     assert f"job 48 is not kept in {tmp_path / 'file'}" in capsys.readouterr().err
     with pytest.raises(RunError, match="cannot be made: Not a directory; it stands beside the log"):
         make_runs_folder(tmp_path / "file" / "x")
@@ -178,12 +221,16 @@ def test_a_run_that_cannot_be_kept_is_said(uneven: Path, tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     ("output", "log", "folder"),
     [
-        ("%x-%j.out", "/w/lab-48.out", "/w"), ("/a/%j/log", "/a/48/log", "/a"), ("l/%x/%j/o", "/w/l/lab/48/o", "/w/l"),
-        ("100%%.out", "/w/100%.out", "/w"), ("%N.out", None, "/w"), ("../o", "/o", "/"),
+        ("%x-%j.out", "/w/lab-48.out", "/w"),
+        ("/a/%j/log", "/a/48/log", "/a"),
+        ("l/%x/%j/o", "/w/l/lab/48/o", "/w/l"),
+        ("100%%.out", "/w/100%.out", "/w"),
+        ("%N.out", None, "/w"),
+        ("../o", "/o", "/"),
         ("/dev/null", "/dev/null", "/w"),
         ("/a%%j/%j", "/a%j/48", "/a%j"),
     ],
-)  # fmt: skip
+)
 def test_log_and_folder(
     uneven: Path, monkeypatch: pytest.MonkeyPatch, output: str, log: str | None, folder: str
 ) -> None:
@@ -205,46 +252,78 @@ def test_the_plan_for_programs(tmp_path: Path) -> None:
         "world_size": 4,
         "components": [
             {
-                "nodes": ["n1", "n2"], "gres": "gpu:a100:2", "tasks_per_node": 2, "cpus_per_task": 4,
-                "memory_mb": 30720, "partition": "big", "constraint": "nvlink", "interface": "eno1",
+                "nodes": ["n1", "n2"],
+                "gres": "gpu:a100:2",
+                "tasks_per_node": 2,
+                "cpus_per_task": 4,
+                "memory_mb": 30720,
+                "partition": "big",
+                "constraint": "nvlink",
+                "interface": "eno1",
             }
         ],
         "ranks": [
             {
-                "rank": rank, "component": 0, "node": node, "node_rank": node_rank, "local_rank": local_rank,
-                "gpu_type": "a100", "share": share,
+                "rank": rank,
+                "component": 0,
+                "node": node,
+                "node_rank": node_rank,
+                "local_rank": local_rank,
+                "gpu_type": "a100",
+                "share": share,
             }
-            for rank, node, node_rank, local_rank, share in
-            [(0, "n1", 0, 0, 3), (1, "n1", 0, 1, 3), (2, "n2", 1, 0, 2), (3, "n2", 1, 1, 2)]
+            for rank, node, node_rank, local_rank, share in [
+                (0, "n1", 0, 0, 3),
+                (1, "n1", 0, 1, 3),
+                (2, "n2", 1, 0, 2),
+                (3, "n2", 1, 1, 2),
+            ]
         ],
         "step_env": plan.step_env(),
         "launcher": "torchrun",
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(
     ("program", "said"),
-    [("echo 22.05.8 '' $*", "22.05.8  {}"), ("exit 0", None), ("echo bad; exit 1", None), ("exec sleep 60", None)],
+    [
+        ("echo 22.05.8 '' $*", "22.05.8  {}"),
+        ("exit 0", None),
+        ("echo bad; exit 1", None),
+        ("exec sleep 60", None),
+    ],
 )
-def test_versions(program: str, said: str | None, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions(
+    program: str, said: str | None, stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if "sleep" in program:
-        monkeypatch.setattr("ddp_slurm.runs.PROBE_SECONDS", 0.1)
+        monkeypatch.setattr("ddp_slurm.runs.run_folder.PROBE_SECONDS", 0.1)
     for name in ("scontrol", "git"):
         stub(name, program)
     found = versions()
     asked = {"slurm": "--version", "git": "describe --always --dirty --abbrev=40"}
-    assert {name: found.pop(name) for name in asked} == {n: said and said.format(words) for n, words in asked.items()}
+    assert {name: found.pop(name) for name in asked} == {
+        n: said and said.format(words) for n, words in asked.items()
+    }
     kept = ("torch", "torchvision", "numpy", "submitit", "lightning", "accelerate")
     assert set(found.pop("packages")) == {"ddp_slurm", *(name for name in kept if find_spec(name))}
     assert found == {
-        "python": platform.python_version(), "interpreter": sys.executable, "platform": platform.platform(),
-        "host": socket.gethostname(), "user": pwd.getpwuid(os.geteuid()).pw_name,
-    }  # fmt: skip
+        "python": platform.python_version(),
+        "interpreter": sys.executable,
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "user": pwd.getpwuid(os.geteuid()).pw_name,
+    }
 
 
 @pytest.mark.parametrize(
     ("status", "terminated", "state"),
-    [(0, "no", "COMPLETED"), (3, "no", "FAILED"), (130, "yes", "CANCELLED"), (143, "yes", "CANCELLED")],
+    [
+        (0, "no", "COMPLETED"),
+        (3, "no", "FAILED"),
+        (130, "yes", "CANCELLED"),
+        (143, "yes", "CANCELLED"),
+    ],
 )
 def test_the_marker_of_a_run_in_the_terminal(
     uneven: Path, tmp_path: Path, status: int, terminated: str, state: str
@@ -255,7 +334,9 @@ def test_the_marker_of_a_run_in_the_terminal(
     text = run.exit_marker() or ""
     ended = r"ended=\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
     host = re.escape(socket.gethostname())
-    assert re.fullmatch(f"status={status}\nterminated={terminated}\n{ended}\nhost={host}\nrestarts=0\n", text)
+    assert re.fullmatch(
+        f"status={status}\nterminated={terminated}\n{ended}\nhost={host}\nrestarts=0\n", text
+    )
     marker = parse_exit_marker(text)
     assert marker is not None
     assert (marker.state, marker.exit_status) == (state, status)
@@ -304,7 +385,9 @@ def run_script(uneven: Path, hostile_folder: Path, tmp_path: Path) -> Callable[.
             "TMPDIR": str(tmp_path),
             **env,
         }
-        return subprocess.run(["bash"], input=script, env=env, text=True, capture_output=True, timeout=60).returncode
+        return subprocess.run(
+            ["bash"], input=script, env=env, text=True, capture_output=True, timeout=60
+        ).returncode
 
     return run
 
@@ -313,11 +396,15 @@ def run_script(uneven: Path, hostile_folder: Path, tmp_path: Path) -> Callable[.
 @pytest.mark.parametrize(
     ("options", "env", "last"),
     [
-        ({"time": "5", "signal_seconds": "60", "max_restarts": "2"}, {"SLURMD_NODENAME": "gamma", "SLURM_RESTART_COUNT": "1"}, "host=gamma\nrestarts=1\n"),
+        (
+            {"time": "5", "signal_seconds": "60", "max_restarts": "2"},
+            {"SLURMD_NODENAME": "gamma", "SLURM_RESTART_COUNT": "1"},
+            "host=gamma\nrestarts=1\n",
+        ),
         ({}, {"DDP_SLURM_REQUEUE_MARKER": "/dev/null"}, "host=\nrestarts=0\n"),
     ],
     ids=["with a signal", "plain"],
-)  # fmt: skip
+)
 def test_the_marker_that_the_script_leaves(
     case: str,
     options: dict[str, str],
@@ -355,7 +442,11 @@ def test_a_marker_that_cannot_be_left_costs_the_job_nothing(
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck here")
 def test_the_script_with_a_marker_is_clean(uneven: Path, hostile_folder: Path) -> None:
-    script = render_sbatch(plan_of(uneven, time="5", signal_seconds="60", max_restarts="2"), hostile_folder)
-    done = subprocess.run(["shellcheck", "--shell=bash", "-"], input=script, text=True, capture_output=True)
+    script = render_sbatch(
+        plan_of(uneven, time="5", signal_seconds="60", max_restarts="2"), hostile_folder
+    )
+    done = subprocess.run(
+        ["shellcheck", "--shell=bash", "-"], input=script, text=True, capture_output=True
+    )
     assert done.stdout == ""
     assert "run_folder" not in render_sbatch(plan_of(uneven))

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from ddp_slurm.fields import plain_text, positive_number, word
-from ddp_slurm.schema import Invalid, KeyPath, Schema, key, mapping_of, tuple_of
+from ddp_slurm.schema.fields import plain_text, positive_number, word
+from ddp_slurm.schema.schema import Invalid, KeyPath, Schema, key, mapping_of, tuple_of
 
 
 @dataclass(frozen=True, init=False)
@@ -42,29 +42,50 @@ def test_values_defaults_and_what_was_given() -> None:
 @pytest.mark.parametrize(
     ("value", "faults"),
     [
-        ({"nmae": "x", "inner": [{}, {"low": "0"}]},
-         ["nmae: unknown key; did you mean 'name'?", "inner[0].low: missing",
-          "inner[1].low: 0 is too few; it must be 1 or more"]),
+        (
+            {"nmae": "x", "inner": [{}, {"low": "0"}]},
+            [
+                "nmae: unknown key; did you mean 'name'?",
+                "inner[0].low: missing",
+                "inner[1].low: 0 is too few; it must be 1 or more",
+            ],
+        ),
         ({"self": "x"}, ["self: unknown key; known are inner, name, table, two-words, two_words"]),
         ({"two_word": "x"}, ["two_word: unknown key; did you mean 'two_words'?"]),
         ({"two-word": "x"}, ["two-word: unknown key; did you mean 'two-words'?"]),
-        ({"two-words": "x", "two_words": "y"}, ["two_words: the key stands twice, also as 'two-words'"]),
-        ({"two-words": "$(id)"},
-         ["two-words: '$(id)' has a command substitution in it; it is not run here: write its result, or use setup"]),
+        (
+            {"two-words": "x", "two_words": "y"},
+            ["two_words: the key stands twice, also as 'two-words'"],
+        ),
+        (
+            {"two-words": "$(id)"},
+            [
+                "two-words: '$(id)' has a command substitution in it; it is not run here: write its result, or use setup"
+            ],
+        ),
         ({"inner": [{"low": 5, "high": 4}]}, ["inner[0].high: 4 is less than low"]),
-        ({"inner": [{"low": 5, "high": 4, "x": 1}]},
-         ["inner[0].x: unknown key; known are high, low", "inner[0].high: 4 is less than low"]),
-        ({"inner": [{"low": "?", "high": 4}]}, ["inner[0].low: '?' is not a whole number, such as 4"]),
+        (
+            {"inner": [{"low": 5, "high": 4, "x": 1}]},
+            ["inner[0].x: unknown key; known are high, low", "inner[0].high: 4 is less than low"],
+        ),
+        (
+            {"inner": [{"low": "?", "high": 4}]},
+            ["inner[0].low: '?' is not a whole number, such as 4"],
+        ),
         ({"inner": {"low": 1}}, ["inner: a mapping is not a list"]),
         ({"inner": [[]]}, ["inner[0]: a list stands here; expected keys such as 'low:'"]),
         ({"inner": [""]}, ["inner[0]: nothing stands here; expected keys such as 'low:'"]),
-        ({"table": {"a b": 1, "c": 0}},
-         ["table.a b: 'a b' is not a plain word; letters, digits and _ . - + @ are accepted",
-          "table.c: 0 is too few; it must be 1 or more"]),
+        (
+            {"table": {"a b": 1, "c": 0}},
+            [
+                "table.a b: 'a b' is not a plain word; letters, digits and _ . - + @ are accepted",
+                "table.c: 0 is too few; it must be 1 or more",
+            ],
+        ),
         ({"table": []}, ["table: a list is not a mapping"]),
         ({"two_words": None}, ["two_words: nothing is not a text"]),
     ],
-)  # fmt: skip
+)
 def test_all_faults_at_once(value: dict[str, Any], faults: list[str]) -> None:
     with pytest.raises(Invalid) as caught:
         Outer.read(value)

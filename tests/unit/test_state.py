@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_slurm.state import (
+from ddp_slurm.slurm_client.states import (
     Answer,
     ComponentState,
     JobState,
@@ -64,7 +64,9 @@ def recorded(release: str, name: str) -> Answer:
         ("cancelled", "CANCELLED", "", 0, 15),
     ],
 )
-def test_recorded_scontrol(release: str, name: str, state: str, reason: str, status: int, signal: int) -> None:
+def test_recorded_scontrol(
+    release: str, name: str, state: str, reason: str, status: int, signal: int
+) -> None:
     components, log = parse_scontrol(recorded(release, f"{name}.scontrol").out)
     leader = components[0].job_id.partition("+")[0]
     assert components == [
@@ -78,7 +80,9 @@ def test_recorded_scontrol(release: str, name: str, state: str, reason: str, sta
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_recorded_running_job_as_a_whole(release: str) -> None:
-    slurm = Slurm(squeue=recorded(release, "running.squeue"), scontrol=recorded(release, "running.scontrol"))
+    slurm = Slurm(
+        squeue=recorded(release, "running.squeue"), scontrol=recorded(release, "running.scontrol")
+    )
     state = read_state("1", ask=slurm)
     assert (state.state, state.source, state.exit_status) == ("RUNNING", "squeue", 0)
     assert [c.nodes for c in state.components] == ["gamma", "alpha,beta"]
@@ -97,9 +101,17 @@ def test_squeue_lists_other_jobs_and_arrays_too() -> None:
 
 def test_a_component_that_squeue_lists_no_more() -> None:
     scontrol = recorded("22.05", "cancelled.scontrol")
-    state = read_state("1", ask=Slurm(squeue=Answer(0, "1+0|COMPLETING|gamma|None\n", ""), scontrol=scontrol))
-    assert [(c.job_id, c.state) for c in state.components] == [("1+0", "COMPLETING"), ("1+1", "CANCELLED")]
-    assert [(c.exit_status, c.signal, c.restarts) for c in state.components] == [(0, 15, 0), (0, 15, 0)]
+    state = read_state(
+        "1", ask=Slurm(squeue=Answer(0, "1+0|COMPLETING|gamma|None\n", ""), scontrol=scontrol)
+    )
+    assert [(c.job_id, c.state) for c in state.components] == [
+        ("1+0", "COMPLETING"),
+        ("1+1", "CANCELLED"),
+    ]
+    assert [(c.exit_status, c.signal, c.restarts) for c in state.components] == [
+        (0, 15, 0),
+        (0, 15, 0),
+    ]
     assert not state.is_final
 
 
@@ -127,8 +139,14 @@ def test_overall_state(states: list[str], overall: str) -> None:
 @pytest.mark.parametrize(
     ("states", "final"),
     [
-        ("BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED TIMEOUT", True),
-        ("PENDING RUNNING SUSPENDED CONFIGURING COMPLETING REQUEUED REQUEUE_HOLD STOPPED RESIZING UNKNOWN", False),
+        (
+            "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED TIMEOUT",
+            True,
+        ),
+        (
+            "PENDING RUNNING SUSPENDED CONFIGURING COMPLETING REQUEUED REQUEUE_HOLD STOPPED RESIZING UNKNOWN",
+            False,
+        ),
     ],
 )
 def test_after_which_words_nothing_follows(states: str, final: bool) -> None:
@@ -140,9 +158,11 @@ SACCT = "48+0|FAILED|3:0|gamma\n48+1|CANCELLED by 1000|0:15|alpha\n48+10|COMPLET
 
 def test_sacct_where_there_is_one() -> None:
     assert [(c.job_id, c.state, c.nodes, c.exit_status, c.signal) for c in parse_sacct(SACCT)] == [
-        ("48+0", "FAILED", "gamma", 3, 0), ("48+1", "CANCELLED", "alpha", 0, 15),
-        ("48+2", "OUT_OF_MEMORY", "b[1-2]", 0, 125), ("48+10", "COMPLETED", "", 0, 0),
-    ]  # fmt: skip
+        ("48+0", "FAILED", "gamma", 3, 0),
+        ("48+1", "CANCELLED", "alpha", 0, 15),
+        ("48+2", "OUT_OF_MEMORY", "b[1-2]", 0, 125),
+        ("48+10", "COMPLETED", "", 0, 0),
+    ]
     slurm = Slurm(sacct=Answer(0, SACCT, ""))
     state = read_state("48", lambda: "status=0\n", ask=slurm)
     assert (state.state, state.source) == ("FAILED", "sacct")
@@ -150,10 +170,18 @@ def test_sacct_where_there_is_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "sacct", [DISABLED, Answer(1, SACCT, "connection refused"), NOTHING, Answer(127, "", "sacct: No such file")]
+    "sacct",
+    [
+        DISABLED,
+        Answer(1, SACCT, "connection refused"),
+        NOTHING,
+        Answer(127, "", "sacct: No such file"),
+    ],
 )
 def test_sacct_failing_is_the_normal_case(sacct: Answer) -> None:
-    state = read_state("48", lambda: "status=3\nrestarts=1\n", ask=Slurm(squeue=NOTHING, sacct=sacct))
+    state = read_state(
+        "48", lambda: "status=3\nrestarts=1\n", ask=Slurm(squeue=NOTHING, sacct=sacct)
+    )
     assert (state.state, state.source, state.exit_status) == ("FAILED", "exit marker", 3)
     assert state.components[0].restarts == 1
 
@@ -163,19 +191,33 @@ def test_sacct_failing_is_the_normal_case(sacct: Answer) -> None:
     [
         ("status=0\nterminated=no\n", "COMPLETED"),
         ("status=143\nterminated=yes\n", "CANCELLED"),
-        ("status=143\nterminated=no\n", "FAILED"),  # a rank that died by SIGTERM: srun gives 143 too
+        (
+            "status=143\nterminated=no\n",
+            "FAILED",
+        ),  # a rank that died by SIGTERM: srun gives 143 too
         ("status=1\n", "FAILED"),
-        ("status=\n", None), ("stat", None), ("", None), ("status=-1", None), ("status=x\nrestarts=0", None),
+        ("status=\n", None),
+        ("stat", None),
+        ("", None),
+        ("status=-1", None),
+        ("status=x\nrestarts=0", None),
     ],
-)  # fmt: skip
+)
 def test_exit_marker(text: str, state: str | None) -> None:
     found = parse_exit_marker(text)
     assert (found.state if found else None) == state
-    assert (found is not None and found.reason.startswith("ended by SIGTERM")) == ("terminated=yes" in text)
+    assert (found is not None and found.reason.startswith("ended by SIGTERM")) == (
+        "terminated=yes" in text
+    )
 
 
 def test_what_was_seen_before_counts_more_than_the_marker() -> None:
-    seen = JobState("48", "TIMEOUT", "scontrol", (ComponentState("48+0", "TIMEOUT", "gamma", "TimeLimit", 0, 1, 0),))
+    seen = JobState(
+        "48",
+        "TIMEOUT",
+        "scontrol",
+        (ComponentState("48+0", "TIMEOUT", "gamma", "TimeLimit", 0, 1, 0),),
+    )
     assert JobState.from_dict(seen.as_dict()) == seen
     state = read_state("48", lambda: "status=143\nterminated=yes\n", lambda: seen, ask=Slurm())
     assert (state.state, state.source) == ("TIMEOUT", "last look")
@@ -185,7 +227,11 @@ def test_forgotten_without_a_marker_has_failed_but_silence_has_not() -> None:
     forgotten = settle(read_state("48", ask=Slurm()))
     assert forgotten.state == "FAILED"
     assert "left no exit marker" in forgotten.describe()
-    for down in (DOWN, Answer(127, "", "scontrol: No such file or directory"), Answer(124, "", "no answer")):
+    for down in (
+        DOWN,
+        Answer(127, "", "scontrol: No such file or directory"),
+        Answer(124, "", "no answer"),
+    ):
         slurm = Slurm(squeue=down)
         silent = settle(read_state("48", ask=slurm))
         assert slurm.asked == ["squeue", "sacct"]
@@ -203,8 +249,17 @@ def test_a_slurm_that_is_gone_is_asked_once() -> None:
 def test_patience_ends() -> None:
     times: list[float] = []
     patience = Patience(limit_seconds=60, clock=lambda: times[-1])
-    unknown, running = JobState("48", "UNKNOWN", "nobody", note="no route"), JobState("48", "RUNNING", "squeue")
-    for time, state in ((0.0, unknown), (59.0, unknown), (61.0, running), (62.0, unknown), (121.0, unknown)):
+    unknown, running = (
+        JobState("48", "UNKNOWN", "nobody", note="no route"),
+        JobState("48", "RUNNING", "squeue"),
+    )
+    for time, state in (
+        (0.0, unknown),
+        (59.0, unknown),
+        (61.0, running),
+        (62.0, unknown),
+        (121.0, unknown),
+    ):
         times.append(time)
         patience.check(state)
     times.append(123.0)
@@ -212,9 +267,14 @@ def test_patience_ends() -> None:
         patience.check(unknown)
 
 
-def test_clients_that_are_missing_and_the_users_formats(stub: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_that_are_missing_and_the_users_formats(
+    stub: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make = stub
-    make("squeue", 'echo "${SQUEUE_FORMAT-clean} ${SQUEUE_STATES-clean} ${SLURM_CLUSTERS-clean} ${SLURM_CONF-}"')  # type: ignore[operator]
+    make(
+        "squeue",
+        'echo "${SQUEUE_FORMAT-clean} ${SQUEUE_STATES-clean} ${SLURM_CLUSTERS-clean} ${SLURM_CONF-}"',
+    )  # type: ignore[operator]
     for name, value in {
         "SQUEUE_FORMAT": "%j",
         "SQUEUE_STATES": "PD",
@@ -224,7 +284,7 @@ def test_clients_that_are_missing_and_the_users_formats(stub: object, monkeypatc
         monkeypatch.setenv(name, value)
     assert ask(["squeue"]) == Answer(0, "clean clean clean /c\n", "")
     make("squeue", "exec sleep 60")  # type: ignore[operator]
-    monkeypatch.setattr("ddp_slurm.state.ASK_SECONDS", 0.1)
+    monkeypatch.setattr("ddp_slurm.slurm_client.states.ASK_SECONDS", 0.1)
     assert ask(["squeue"]) == Answer(124, "", "squeue has not answered for 0.1 s")
     missing = ask(["no-such-client"])
     assert (missing.status, missing.err) == (127, "no-such-client: No such file or directory")

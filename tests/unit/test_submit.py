@@ -14,7 +14,9 @@ from .conftest import Command, Stub
 SBATCH = 'cat > "$RECORD"; env > "$RECORD.env"; echo "${STUB_SAYS-4711}"; exit "${STUB_STATUS:-0}"'
 
 
-def test_the_job_id_alone_is_on_stdout(uneven: Path, submit: Command, stub: Stub, tmp_path: Path) -> None:
+def test_the_job_id_alone_is_on_stdout(
+    uneven: Path, submit: Command, stub: Stub, tmp_path: Path
+) -> None:
     stub("sbatch", SBATCH)
     stale = {
         "SLURM_JOB_ID": "1",
@@ -23,8 +25,16 @@ def test_the_job_id_alone_is_on_stdout(uneven: Path, submit: Command, stub: Stub
         "SLURM_CONF": "/etc/x",
         "HOME": "/h",
     }
-    done = submit("--name", "run", "--output", "logs/a b/%x.out", "--", "python", "train.py",
-                  env={"RECORD": str(tmp_path / "script"), **stale})  # fmt: skip
+    done = submit(
+        "--name",
+        "run",
+        "--output",
+        "logs/a b/%x.out",
+        "--",
+        "python",
+        "train.py",
+        env={"RECORD": str(tmp_path / "script"), **stale},
+    )
     assert (done.returncode, done.stdout) == (0, "4711\n"), done.stderr
     assert "the log is logs/a b/run.out" in done.stderr
     assert (tmp_path / "logs/a b").is_dir()
@@ -34,11 +44,16 @@ def test_the_job_id_alone_is_on_stdout(uneven: Path, submit: Command, stub: Stub
     assert not any(f"\n{name}=" in env for name in ("SLURM_JOB_ID", "SLURM_GRES", "SBATCH_ACCOUNT"))
 
 
-def test_several_clusters_id_and_a_refusal(uneven: Path, submit: Command, stub: Stub, tmp_path: Path) -> None:
+def test_several_clusters_id_and_a_refusal(
+    uneven: Path, submit: Command, stub: Stub, tmp_path: Path
+) -> None:
     stub("sbatch", SBATCH + "\n")
     record = {"RECORD": str(tmp_path / "script")}
     assert submit("--", "x", env={**record, "STUB_SAYS": "48;north"}).stdout == "48\n"
-    stub("sbatch", "echo $'sbatch: error: Invalid generic resource (gres) sp\\xe9cification' >&2; exit 1")
+    stub(
+        "sbatch",
+        "echo $'sbatch: error: Invalid generic resource (gres) sp\\xe9cification' >&2; exit 1",
+    )
     done = submit("--", "x", env=record)
     assert (done.returncode, done.stdout) == (2, "")
     assert "error: sbatch refused the job: sbatch: error: Invalid generic resource" in done.stderr
@@ -54,7 +69,9 @@ def test_dry_run_prints_the_script_and_nothing_else(uneven: Path, submit: Comman
     assert again.stdout == done.stdout
 
 
-def test_script_is_written_whole_and_executable(uneven: Path, submit: Command, hostile_folder: Path) -> None:
+def test_script_is_written_whole_and_executable(
+    uneven: Path, submit: Command, hostile_folder: Path
+) -> None:
     path = hostile_folder / "test.sh"
     done = submit("--script", str(path), "--", "python", "train.py")
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
@@ -73,7 +90,9 @@ def test_script_is_written_whole_and_executable(uneven: Path, submit: Command, h
     assert "cannot be written: No such file or directory" in done.stderr
 
 
-def test_script_writes_over_nothing_of_the_users(uneven: Path, submit: Command, tmp_path: Path) -> None:
+def test_script_writes_over_nothing_of_the_users(
+    uneven: Path, submit: Command, tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text("import torch\n")
     os.mkfifo(tmp_path / "pipe")
     for name, words in (
@@ -91,7 +110,9 @@ def test_script_writes_over_nothing_of_the_users(uneven: Path, submit: Command, 
     assert submit("--script", "empty", "--", "train.py").returncode == 0
 
 
-def test_script_with_dry_run_is_printed_and_not_followed(uneven: Path, submit: Command, tmp_path: Path) -> None:
+def test_script_with_dry_run_is_printed_and_not_followed(
+    uneven: Path, submit: Command, tmp_path: Path
+) -> None:
     done = submit("--script", "s.sh", "--dry-run", "--output", "new/x.out", "--", "train.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("#!/bin/bash\n")
@@ -106,24 +127,57 @@ def test_job_file_is_under_the_command_line(uneven: Path, submit: Command, tmp_p
         "time: 10:00\ncpus-per-task: 3\nenv: {A: 1, B: 2}\nsetup: |\n  module load a\ncommand: >\n  python\n  'my train.py'\n"
     )
     done = submit(
-        "--job", "job.yaml", "--backend", "sbatch", "--dry-run", "--time", "2-00", "--env", "B=3", "--setup", "b"
+        "--job",
+        "job.yaml",
+        "--backend",
+        "sbatch",
+        "--dry-run",
+        "--time",
+        "2-00",
+        "--env",
+        "B=3",
+        "--setup",
+        "b",
     )
     assert done.returncode == 0, done.stderr
-    for line in ("#SBATCH --time=2-00", "#SBATCH --cpus-per-task=3", "export A=1", "export B=3", "module load a\nb\n",
-                 "_ddp_command=(python 'my train.py')"):  # fmt: skip
+    for line in (
+        "#SBATCH --time=2-00",
+        "#SBATCH --cpus-per-task=3",
+        "export A=1",
+        "export B=3",
+        "module load a\nb\n",
+        "_ddp_command=(python 'my train.py')",
+    ):
         assert line in done.stdout
 
 
 def test_home_and_user_in_the_log_path_are_expanded(uneven: Path, submit: Command) -> None:
     done = submit(
-        "--backend", "sbatch", "--dry-run", "--output", "~/$WHO/%x-%j.out", "--", "x", env={"HOME": "/h", "WHO": "me"}
+        "--backend",
+        "sbatch",
+        "--dry-run",
+        "--output",
+        "~/$WHO/%x-%j.out",
+        "--",
+        "x",
+        env={"HOME": "/h", "WHO": "me"},
     )
     assert "#SBATCH --output=/h/me/%x-%j.out\n" in done.stdout
 
 
-def test_a_folder_of_the_jobs_name_is_made(uneven: Path, submit: Command, stub: Stub, tmp_path: Path) -> None:
+def test_a_folder_of_the_jobs_name_is_made(
+    uneven: Path, submit: Command, stub: Stub, tmp_path: Path
+) -> None:
     stub("sbatch", SBATCH)
-    done = submit("--name", "5%j", "--output", "logs/%x/%j.out", "--", "x", env={"RECORD": str(tmp_path / "script")})
+    done = submit(
+        "--name",
+        "5%j",
+        "--output",
+        "logs/%x/%j.out",
+        "--",
+        "x",
+        env={"RECORD": str(tmp_path / "script")},
+    )
     assert (tmp_path / "logs/5%j/ddp_slurm_runs/4711").is_dir(), done.stderr
     assert "#SBATCH --output=logs/5%%j/%j.out\n" in (tmp_path / "script").read_text()
     assert "the log is logs/5%j/4711.out\n" in done.stderr
@@ -133,7 +187,9 @@ def test_the_working_folder_is_no_pattern(uneven: Path, submit: Command, tmp_pat
     """Slurm would write the log to another folder, which is not there (seen on 22.05)."""
     folder = tmp_path / "100%j"
     folder.mkdir()
-    done = submit("--backend", "sbatch", "--dry-run", "--cluster", str(uneven), "--", "x", cwd=folder)
+    done = submit(
+        "--backend", "sbatch", "--dry-run", "--cluster", str(uneven), "--", "x", cwd=folder
+    )
     assert f"#SBATCH --output={tmp_path}/100%%j/%x-%j.out\n" in done.stdout
     assert f"_ddp_run_folder={folder}/ddp_slurm_runs/$" in done.stdout
 
@@ -146,7 +202,9 @@ def test_the_working_folder_is_no_pattern(uneven: Path, submit: Command, tmp_pat
         ("-- python -m train", "python -m train"),
     ],
 )
-def test_all_words_of_the_command_are_its_own(uneven: Path, submit: Command, typed: str, command: str) -> None:
+def test_all_words_of_the_command_are_its_own(
+    uneven: Path, submit: Command, typed: str, command: str
+) -> None:
     done = submit("--backend", "sbatch", "--dry-run", *typed.split())
     assert f"\n_ddp_command=({command})\n" in done.stdout, done.stderr
 
@@ -164,23 +222,32 @@ def test_all_words_of_the_command_are_its_own(uneven: Path, submit: Command, typ
 def test_home_in_the_interpreters_path_is_expanded(
     uneven: Path, submit: Command, options: list[str], line: str
 ) -> None:
-    done = submit("--backend", "sbatch", "--dry-run", *options, "--", "python", "train.py", env={"HOME": "/h"})
+    done = submit(
+        "--backend", "sbatch", "--dry-run", *options, "--", "python", "train.py", env={"HOME": "/h"}
+    )
     assert f"{line}\n" in done.stdout, done.stderr
 
 
 def test_a_time_of_0_is_no_limit_to_slurm(uneven: Path, submit: Command) -> None:
-    done = submit("--backend", "sbatch", "--dry-run", "--time", "0", "--signal-seconds", "60", "--", "x")
+    done = submit(
+        "--backend", "sbatch", "--dry-run", "--time", "0", "--signal-seconds", "60", "--", "x"
+    )
     assert "#SBATCH --time=0\n" in done.stdout, done.stderr
 
 
 def test_a_command_without_its_program(uneven: Path, submit: Command) -> None:
     done = submit("--backend", "sbatch", "--dry-run", "--", "-m", "train")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "the command begins with '-m', which srun would take for an option of its own" in done.stderr
+    assert (
+        "the command begins with '-m', which srun would take for an option of its own"
+        in done.stderr
+    )
 
 
 def test_the_interpreter_that_was_asked_for(uneven: Path, submit: Command) -> None:
-    done = submit("--backend", "sbatch", "--dry-run", "--python", "/opt/my python", "--", "python", "-m", "x")
+    done = submit(
+        "--backend", "sbatch", "--dry-run", "--python", "/opt/my python", "--", "python", "-m", "x"
+    )
     assert "_ddp_command=('/opt/my python' -m x)" in done.stdout
 
 
@@ -195,10 +262,16 @@ BAD = {
     "newline in a name": (["--name", "a\nb"], "--name: 'a\\nb' has a newline"),
     "command in a name": (["--name", "$(id)"], "--name: '$(id)' has a command substitution"),
     "slash in a name": (["--name", "a/b"], "--name: 'a/b' is not a job name"),
-    "nothing as a path": (["--output", " "], "--output: ' ' names nothing; leave it out, or give a value"),
+    "nothing as a path": (
+        ["--output", " "],
+        "--output: ' ' names nothing; leave it out, or give a value",
+    ),
     "nothing as an interpreter": (["--python="], "--python: '' names nothing"),
     "command in a path": (["--output", "`id`"], "--output: '`id`' has a command substitution"),
-    "command in an env value": (["--env", "A=$(id)"], "--env.A: '$(id)' has a command substitution"),
+    "command in an env value": (
+        ["--env", "A=$(id)"],
+        "--env.A: '$(id)' has a command substitution",
+    ),
     "newline in an env value": (["--env", "A=x\ny"], "has a newline"),
     "env of a rank": (["--env", "CUDA_VISIBLE_DEVICES=0"], "--env.CUDA_VISIBLE_DEVICES"),
     "env of bash": (["--env", "UID=0"], "--env.UID: 'UID' is bash's own and cannot be set"),
@@ -209,18 +282,39 @@ BAD = {
     "env that adds in braces": (["--env", "A=${A:+$A:}x"], "stays as it is written"),
     "env without =": (["--env", "A"], "--env: 'A' is not NAME=VALUE"),
     "unset variable": (["--output", "$NOT_THERE/x"], "the variable $NOT_THERE is not set"),
-    "array": (["--sbatch", "array=1-3"], "'array' cannot be set here: Slurm refuses arrays of heterogeneous jobs"),
-    "pattern in a folder": (["--output", "l/%x/%j/x.out"], "'l/%x/%j/x.out': Slurm makes no folder, and of one only"),
-    "slash at the end": (["--output", "logs/"], "--output: 'logs/' is a folder; name a file, as in 'logs/%x-%j.out'"),
+    "array": (
+        ["--sbatch", "array=1-3"],
+        "'array' cannot be set here: Slurm refuses arrays of heterogeneous jobs",
+    ),
+    "pattern in a folder": (
+        ["--output", "l/%x/%j/x.out"],
+        "'l/%x/%j/x.out': Slurm makes no folder, and of one only",
+    ),
+    "slash at the end": (
+        ["--output", "logs/"],
+        "--output: 'logs/' is a folder; name a file, as in 'logs/%x-%j.out'",
+    ),
     "folder as a log": (["--output", "."], "--output: '.' is a folder"),
-    "order of the ranks": (["--sbatch", "distribution=cyclic"], "'distribution' cannot be set here: the shares are"),
+    "order of the ranks": (
+        ["--sbatch", "distribution=cyclic"],
+        "'distribution' cannot be set here: the shares are",
+    ),
     "own key": (["--sbatch", "gres=gpu:1"], "'gres' cannot be set here"),
     "sbatch form": (["--sbatch", "a b"], "'a b' is not KEY=VALUE"),
     "gpus": (["--gpus", "0"], "--gpus: 0 is too few"),
     "nodes": (["--nodes", "gamma,delta"], "--nodes: 'delta' is not a node"),
-    "two environments": (["--python", "p", "--venv", "v"], "--python and --venv cannot be given together"),
-    "balance without a batch": (["--balance", "speeds.yaml"], "--balance speeds.yaml needs --global-batch-size"),
-    "balance misspelt": (["--balance", "eqal"], "--balance: 'eqal' is no file; did you mean 'equal'?"),
+    "two environments": (
+        ["--python", "p", "--venv", "v"],
+        "--python and --venv cannot be given together",
+    ),
+    "balance without a batch": (
+        ["--balance", "speeds.yaml"],
+        "--balance speeds.yaml needs --global-batch-size",
+    ),
+    "balance misspelt": (
+        ["--balance", "eqal"],
+        "--balance: 'eqal' is no file; did you mean 'equal'?",
+    ),
     "speeds in nobody's home": (
         ["--balance", "~nobody-here/x", "--global-batch-size", "8"],
         "~nobody-here/x: no such file",
@@ -229,7 +323,10 @@ BAD = {
         ["--setup", 'cd "foo'],
         "--setup: bash cannot read these lines: line 1: unexpected EOF",
     ),
-    "setup with a backslash": (["--setup", "a b \\"], "ends in a backslash, which would join it with the next line"),
+    "setup with a backslash": (
+        ["--setup", "a b \\"],
+        "ends in a backslash, which would join it with the next line",
+    ),
     "signal before the start": (
         ["--signal-seconds", "120", "--time", "2:00"],
         "--signal-seconds 120: the signal would come before the job has begun; --time 2:00 is 120 seconds",
@@ -252,7 +349,9 @@ def test_bad_input_is_a_message_and_status_2(case: str, uneven: Path, submit: Co
     assert "Traceback" not in done.stderr
 
 
-def test_faults_of_the_file_and_of_the_options_come_together(uneven: Path, submit: Command, tmp_path: Path) -> None:
+def test_faults_of_the_file_and_of_the_options_come_together(
+    uneven: Path, submit: Command, tmp_path: Path
+) -> None:
     (tmp_path / "bad.yaml").write_text("nodes:\n  - {name: a, gpus: 1, cpsu: 3}\n")
     (tmp_path / "job.yaml").write_text("tiem: 10\nmemory: 3\n")
     done = submit("--cluster", "bad.yaml", "--job", "job.yaml", "--time", "12h", "--", "x")
@@ -282,15 +381,17 @@ def test_the_submitting_side_never_loads_torch(uneven: Path) -> None:
     code = (
         "import json, sys\nsys.argv = ['submit', '--backend', 'sbatch', '--dry-run', '--', 'x']\n"
         "from ddp_slurm import submit\ntry:\n    submit.main()\nexcept SystemExit: pass\n"
-        "print(json.dumps(sorted(m for m in sys.modules if m in ('torch', 'numpy', 'submitit', 'rich', 'asyncio', 'ddp_slurm.runs', 'ddp_slurm.jobs'))), file=sys.stderr)"
+        "print(json.dumps(sorted(m for m in sys.modules if m in ('torch', 'numpy', 'submitit', 'rich', 'asyncio', 'ddp_slurm.runs.run_folder', 'ddp_slurm.runs.commands'))), file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=uneven.parent, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=uneven.parent, capture_output=True, text=True, check=True
+    )
     assert json.loads(done.stderr) == []
 
 
 def test_help_names_every_key_of_a_job(submit: Command) -> None:
-    from ddp_slurm.options import JobOptions
-    from ddp_slurm.schema import keys_of
+    from ddp_slurm.job.options import JobOptions
+    from ddp_slurm.schema.schema import keys_of
 
     text = submit("--help", env={"COLUMNS": "200"}).stdout
     for name in keys_of(JobOptions):

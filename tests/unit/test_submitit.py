@@ -20,13 +20,19 @@ from submitit.core import core, job_environment, plugins, submission, utils  # n
 from submitit.helpers import TorchDistributedEnvironment  # noqa: E402
 from submitit.slurm import slurm  # noqa: E402
 
-from ddp_slurm.backends import sbatch, submitit_job, submitit_rank  # noqa: E402
-from ddp_slurm.backends.submitit import HetSlurmExecutor, HetSlurmJob, HetSlurmJobEnvironment  # noqa: E402
-from ddp_slurm.backends.submitit_plan import minutes  # noqa: E402
+from ddp_slurm.backends import sbatch  # noqa: E402
+from ddp_slurm.backends.submitit import job as submitit_job  # noqa: E402
+from ddp_slurm.backends.submitit import rank as submitit_rank  # noqa: E402
+from ddp_slurm.backends.submitit.executor import (  # noqa: E402
+    HetSlurmExecutor,
+    HetSlurmJob,
+    HetSlurmJobEnvironment,
+)
+from ddp_slurm.backends.submitit.plan import minutes  # noqa: E402
 from ddp_slurm.errors import DdpSlurmError  # noqa: E402
-from ddp_slurm.options import OptionsError  # noqa: E402
+from ddp_slurm.job.options import OptionsError  # noqa: E402
 from ddp_slurm.rank_env import port_of_job  # noqa: E402
-from ddp_slurm.state import ComponentState, JobState  # noqa: E402
+from ddp_slurm.slurm_client.states import ComponentState, JobState  # noqa: E402
 
 from .test_rank_env import RELEASES, WORLDS, recorded  # noqa: E402
 
@@ -38,16 +44,31 @@ def test_the_parts_of_submitit_that_are_used_are_as_they_were() -> None:
     def parameters(function: Callable[..., Any]) -> list[str]:
         return list(inspect.signature(function).parameters)
 
-    assert parameters(core.PicklingExecutor.__init__) == ["self", "folder", "max_num_timeout", "max_pickle_size_gb"]
-    assert parameters(core.PicklingExecutor._internal_process_submissions) == ["self", "delayed_submissions"]
+    assert parameters(core.PicklingExecutor.__init__) == [
+        "self",
+        "folder",
+        "max_num_timeout",
+        "max_pickle_size_gb",
+    ]
+    assert parameters(core.PicklingExecutor._internal_process_submissions) == [
+        "self",
+        "delayed_submissions",
+    ]
     assert parameters(core.PicklingExecutor._submit_command) == ["self", "command"]
     assert core.PicklingExecutor.__abstractmethods__ == {
-        "_num_tasks", "_make_submission_file_text", "_make_submission_command", "_get_job_id_from_submission_command",
-    }  # fmt: skip
+        "_num_tasks",
+        "_make_submission_file_text",
+        "_make_submission_command",
+        "_get_job_id_from_submission_command",
+    }
     assert parameters(core.Job.__init__) == ["self", "folder", "job_id", "tasks"]
     assert parameters(core.InfoWatcher.get_info) == ["self", "job_id", "mode"]
     assert parameters(core.InfoWatcher.update_if_long_enough) == ["self", "mode"]
-    assert parameters(job_environment.JobEnvironment._handle_signals) == ["self", "paths", "submission"]
+    assert parameters(job_environment.JobEnvironment._handle_signals) == [
+        "self",
+        "paths",
+        "submission",
+    ]
     assert parameters(utils.JobPaths.__init__) == ["self", "folder", "job_id", "task_id"]
     for owner, names in {
         core.InfoWatcher: ("register_job", "clear"),
@@ -60,9 +81,21 @@ def test_the_parts_of_submitit_that_are_used_are_as_they_were() -> None:
             "results",
             "exception",
         ),
-        slurm.SlurmJobEnvironment: ("_requeue", "_usr_sig", "hostnames", "num_tasks", "num_nodes", "global_rank"),
+        slurm.SlurmJobEnvironment: (
+            "_requeue",
+            "_usr_sig",
+            "hostnames",
+            "num_tasks",
+            "num_nodes",
+            "global_rank",
+        ),
         utils: ("FailedJobError", "UncompletedJobError", "pickle_load", "temporary_save_path"),
-        utils.JobPaths: ("get_first_id_independent_folder", "result_pickle", "submission_file", "stdout"),
+        utils.JobPaths: (
+            "get_first_id_independent_folder",
+            "result_pickle",
+            "submission_file",
+            "stdout",
+        ),
         submission: ("process_job",),
     }.items():
         assert [name for name in names if not hasattr(owner, name)] == []
@@ -83,8 +116,13 @@ def test_submitit_finds_both_plug_ins() -> None:
 
 
 def test_a_rank_loads_little() -> None:
-    code = "import sys, ddp_slurm.backends.submitit; print([m for m in ('jinja2', 'yaml') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    code = "import sys, ddp_slurm.backends.submitit.executor; print([m for m in ('jinja2', 'yaml') if m in sys.modules])"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "[]\n"
+    )
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -94,7 +132,9 @@ def test_the_place_of_each_rank(name: str, release: str, monkeypatch: pytest.Mon
     sizes = [size for _, size in WORLDS[name]]
     expected = [
         (rank, local, node)
-        for rank, (node, local) in enumerate((n, i) for n, size in enumerate(sizes) for i in range(size))
+        for rank, (node, local) in enumerate(
+            (n, i) for n, size in enumerate(sizes) for i in range(size)
+        )
     ]
     found = []
     for environ in recorded(name, release)[0]:
@@ -106,8 +146,15 @@ def test_the_place_of_each_rank(name: str, release: str, monkeypatch: pytest.Mon
         assert (env.num_tasks, env.num_nodes) == (sum(sizes), len(hosts))
         assert env.local_world_size == sizes[env.node]
         torch_env = TorchDistributedEnvironment()
-        assert (torch_env.master_addr, torch_env.rank, torch_env.world_size) == (hosts[0], env.global_rank, sum(sizes))
-        assert (torch_env.local_rank, torch_env.local_world_size) == (env.local_rank, sizes[env.node])
+        assert (torch_env.master_addr, torch_env.rank, torch_env.world_size) == (
+            hosts[0],
+            env.global_rank,
+            sum(sizes),
+        )
+        assert (torch_env.local_rank, torch_env.local_world_size) == (
+            env.local_rank,
+            sizes[env.node],
+        )
         torch_env.export(set_cuda_visible_devices=False)
         assert env.master_addr == hosts[0]  # also after the function has exported its own set
         assert env.local_world_size == sizes[env.node]
@@ -141,14 +188,20 @@ def _watcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HetSlurmJob, "watcher", fresh)
     monkeypatch.setattr(submitit_job, "SETTLE_SECONDS", 0)
     monkeypatch.setattr(HetSlurmJob, "_results_timeout_s", 0)
-    monkeypatch.setattr(submitit_job, "active_states", lambda ids: {i: JobState(i, "RUNNING", "squeue") for i in ids})
+    monkeypatch.setattr(
+        submitit_job,
+        "active_states",
+        lambda ids: {i: JobState(i, "RUNNING", "squeue") for i in ids},
+    )
 
 
 def ends(monkeypatch: pytest.MonkeyPatch, state: str, status: int | None = None) -> None:
     """From now on squeue is empty and another source tells the state."""
     component = ComponentState("48+0", state, "gamma", "", status)
     monkeypatch.setattr(submitit_job, "active_states", lambda ids: {})
-    monkeypatch.setattr(submitit_job, "read_state", lambda i, *a: JobState(i, state, "scontrol", (component,)))
+    monkeypatch.setattr(
+        submitit_job, "read_state", lambda i, *a: JobState(i, state, "scontrol", (component,))
+    )
     HetSlurmJob.watcher.clear()
 
 
@@ -170,7 +223,9 @@ def test_a_percent_sign_in_the_folder_is_no_pattern(uneven: Path, tmp_path: Path
     assert f"#SBATCH --output={tmp_path}/50%%z/%j/%j_0_log.out\n" in script
 
 
-def test_the_script(job: HetSlurmJob[Any], submitted: list[str], hostile_folder: Path, tmp_path: Path) -> None:
+def test_the_script(
+    job: HetSlurmJob[Any], submitted: list[str], hostile_folder: Path, tmp_path: Path
+) -> None:
     (script,) = submitted
     assert job.job_id == "48"
     assert job.num_tasks == 7
@@ -188,7 +243,12 @@ def test_the_script(job: HetSlurmJob[Any], submitted: list[str], hostile_folder:
     (tmp_path / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "$@" > "$RECORD"\n')
     (tmp_path / "srun").chmod(0o755)
     folder = hostile_folder / "48"
-    for name in ("48_0_result.pkl", "48_4_result.pkl", "48_4_result.pkl.save_tmp", "49_0_result.pkl"):
+    for name in (
+        "48_0_result.pkl",
+        "48_4_result.pkl",
+        "48_4_result.pkl.save_tmp",
+        "49_0_result.pkl",
+    ):
         (folder / name).touch()
     env = {
         "PATH": f"{tmp_path}:/usr/bin:/bin",
@@ -200,7 +260,10 @@ def test_the_script(job: HetSlurmJob[Any], submitted: list[str], hostile_folder:
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in folder.glob("*result*")) == ["49_0_result.pkl"]
     words = (tmp_path / "words").read_text()
-    assert words.count(f"{sys.executable}\n-u\n-m\nsubmitit.core._submit\n{hostile_folder / '%j'}\n") == 3
+    assert (
+        words.count(f"{sys.executable}\n-u\n-m\nsubmitit.core._submit\n{hostile_folder / '%j'}\n")
+        == 3
+    )
 
 
 def test_results_by_rank(job: HetSlurmJob[Any]) -> None:
@@ -220,14 +283,20 @@ def test_a_progress_bar_stays_with_its_rank(job: HetSlurmJob[Any]) -> None:
     assert job.stdout() == "5: 10%\r20%\n6: 30%\r40%\n"
 
 
-def test_the_first_ranks_error_reaches_the_caller(job: HetSlurmJob[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    leave(job, {rank: ("error", f"Traceback {rank}\nValueError: bad luck of {rank}") for rank in (2, 4)})
+def test_the_first_ranks_error_reaches_the_caller(
+    job: HetSlurmJob[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave(
+        job,
+        {rank: ("error", f"Traceback {rank}\nValueError: bad luck of {rank}") for rank in (2, 4)},
+    )
     os.utime(job.task(4).paths.result_pickle, (1, 1))
     assert not job.done()  # a requeued job has such files too
     assert not job.task(4).done()
     ends(monkeypatch, "FAILED", 1)
     with pytest.raises(
-        utils.FailedJobError, match=r"rank 4 on alpha failed; so did rank 2; job 48 is FAILED \(exit status 1\)"
+        utils.FailedJobError,
+        match=r"rank 4 on alpha failed; so did rank 2; job 48 is FAILED \(exit status 1\)",
     ) as caught:
         job.results()
     assert "ValueError: bad luck of 4" in str(caught.value)
@@ -236,8 +305,12 @@ def test_the_first_ranks_error_reaches_the_caller(job: HetSlurmJob[Any], monkeyp
     assert isinstance(job.exception(), utils.FailedJobError)
 
 
-@pytest.mark.parametrize("state", ["FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "COMPLETED"])
-def test_a_death_without_a_result(job: HetSlurmJob[Any], monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+@pytest.mark.parametrize(
+    "state", ["FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "COMPLETED"]
+)
+def test_a_death_without_a_result(
+    job: HetSlurmJob[Any], monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
     leave(job, {rank: ("success", rank) for rank in range(5)})
     assert job.run is not None
     Path(str(job.run.log)).write_text("5: about to die\n6: so am I\n")
@@ -255,13 +328,17 @@ def test_a_death_without_a_result(job: HetSlurmJob[Any], monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 1, 10, -1])
-def test_a_half_written_result(job: HetSlurmJob[Any], monkeypatch: pytest.MonkeyPatch, kept_bytes: int) -> None:
+def test_a_half_written_result(
+    job: HetSlurmJob[Any], monkeypatch: pytest.MonkeyPatch, kept_bytes: int
+) -> None:
     leave(job, dict.fromkeys(range(7), ("success", "x" * 100)))
     file = job.task(4).paths.result_pickle
     whole = file.read_bytes()
     file.write_bytes(whole[:kept_bytes])
     ends(monkeypatch, "COMPLETED", 0)
-    with pytest.raises(utils.UncompletedJobError, match=r"rank 4 left no result \(the file of rank 4 is cut off\)"):
+    with pytest.raises(
+        utils.UncompletedJobError, match=r"rank 4 left no result \(the file of rank 4 is cut off\)"
+    ):
         job.results()
     file.write_bytes(whole)
     assert len(job.results()) == 7
@@ -278,11 +355,16 @@ def test_no_accounting_no_job_in_squeue(
     stub("sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
     try:
         job._register_in_watcher()
-        assert (job.watcher.get_state("48", mode="force"), job.watcher.is_done("48")) == ("UNKNOWN", False)
+        assert (job.watcher.get_state("48", mode="force"), job.watcher.is_done("48")) == (
+            "UNKNOWN",
+            False,
+        )
         stub("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
         assert job.run is not None
         (job.run.folder / "exit").write_text("status=9\nterminated=no\n")
-        assert any(job.watcher.is_done("48", mode="force") for _ in range(100_000))  # it looks once a millisecond
+        assert any(
+            job.watcher.is_done("48", mode="force") for _ in range(100_000)
+        )  # it looks once a millisecond
         assert "FAILED (exit status 9)" in str(job.exception())
     finally:
         os.environ["PATH"] = os.environ["PATH"].partition(":")[2]
@@ -315,13 +397,21 @@ def test_batches_are_submitted_one_by_one(
     assert "3 jobs, each submitted by itself: Slurm refuses arrays of het jobs" in caplog.text
 
 
-def test_parameters(uneven: Path, tmp_path: Path, submitted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters(
+    uneven: Path, tmp_path: Path, submitted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(uneven.parent)
     auto = submitit.AutoExecutor(tmp_path / "f", cluster="het_slurm")
     auto.update_parameters(timeout_min=90, name="run", mem_gb=1.5, cpus_per_task=3, nodes=2)
     job = auto.submit(len, "")
     (script,) = submitted
-    for line in ("--time=90", "--job-name=run", "--mem=1536M", "--cpus-per-task=3", "--nodelist=beta"):
+    for line in (
+        "--time=90",
+        "--job-name=run",
+        "--mem=1536M",
+        "--cpus-per-task=3",
+        "--nodelist=beta",
+    ):
         assert f"#SBATCH {line}\n" in script
     assert "alpha" not in script
     assert job.num_tasks == 3
@@ -329,7 +419,12 @@ def test_parameters(uneven: Path, tmp_path: Path, submitted: list[str], monkeypa
 
     executor = HetSlurmExecutor(tmp_path / "g", uneven)
     executor.update_parameters(
-        time=60, env={"A": 1}, setup=["module load cuda"], sbatch=["reservation=lab"], max_restarts=7, signal_seconds=30
+        time=60,
+        env={"A": 1},
+        setup=["module load cuda"],
+        sbatch=["reservation=lab"],
+        max_restarts=7,
+        signal_seconds=30,
     )
     executor.update_parameters(gpus=4)
     script = executor.script()
@@ -398,7 +493,7 @@ def test_minutes(text: str | None, expected: int) -> None:
 
 RANK = """
 import os, signal, sys
-from ddp_slurm.backends import submitit_rank
+from ddp_slurm.backends.submitit import rank as submitit_rank
 submitit_rank.TERM_GRACE_SECONDS = 0.2
 for number in (signal.SIGTERM, signal.SIGUSR2):
     signal.signal(number, lambda *_: None)
@@ -412,19 +507,28 @@ print("goes on", flush=True)
 HUNG = "import ctypes; ctypes.CDLL(None).pause()"
 
 
-@pytest.mark.parametrize("main_thread", ["signal.pause(); signal.pause()", HUNG + "; ctypes.CDLL(None).pause()"])
+@pytest.mark.parametrize(
+    "main_thread", ["signal.pause(); signal.pause()", HUNG + "; ctypes.CDLL(None).pause()"]
+)
 @pytest.mark.parametrize("words", [["3", "SIGTERM"], ["0", "SIGTERM"], ["3", "SIGUSR2", "SIGTERM"]])
 def test_a_rank_ends_soon_after_sigterm(words: list[str], main_thread: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", RANK % main_thread, *words], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", RANK % main_thread, *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 128 + signal.SIGTERM
 
 
-@pytest.mark.parametrize("words", [["3", "SIGTERM", "SIGUSR2"], ["0", "SIGUSR2", "SIGTERM"], ["3", "SIGUSR2"]])
+@pytest.mark.parametrize(
+    "words", [["3", "SIGTERM", "SIGUSR2"], ["0", "SIGUSR2", "SIGTERM"], ["3", "SIGUSR2"]]
+)
 def test_a_rank_that_is_to_be_requeued_does_not(words: list[str]) -> None:
     waits = "import time; time.sleep(1); os._exit(7)"  # longer than the grace
-    done = subprocess.run([sys.executable, "-c", RANK % waits, *words], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", RANK % waits, *words], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 7
 
 
@@ -436,7 +540,9 @@ if child == 0:
     os._exit(0)
 os.waitpid(child, 0)
 import time; time.sleep(1); os._exit(7)"""
-    done = subprocess.run([sys.executable, "-c", RANK % forks, "3"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", RANK % forks, "3"], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 7
 
 

@@ -16,15 +16,30 @@ import pytest
 from ddp_slurm.backends import torchrun as backend
 from ddp_slurm.cluster import Cluster, GpuModel, Node, Ssh
 from ddp_slurm.errors import DdpSlurmError
-from ddp_slurm.options import JobOptions, OptionsError
+from ddp_slurm.job.options import JobOptions, OptionsError
 from ddp_slurm.plan import Plan, make_plan
 from ddp_slurm.render import RenderError, render_sbatch
-from ddp_slurm.torchrun import TorchrunError, network_commands, render_torchrun
+from ddp_slurm.render.torchrun import TorchrunError, network_commands, render_torchrun
 
 HOSTILE = [
-    "a b", "it's", 'say "x"', "$HOME", "*", "a;b&c|d", "back\\slash", "ü 世界", "--flag", "# no comment", "!x", "~", "=x", "",
-    "{a,b}", "<(x)", "%h",
-]  # fmt: skip
+    "a b",
+    "it's",
+    'say "x"',
+    "$HOME",
+    "*",
+    "a;b&c|d",
+    "back\\slash",
+    "ü 世界",
+    "--flag",
+    "# no comment",
+    "!x",
+    "~",
+    "=x",
+    "",
+    "{a,b}",
+    "<(x)",
+    "%h",
+]
 WORDS = [*HOSTILE, "$(touch made)", "`touch made`"]
 VALUES = {f"VALUE{index}": word for index, word in enumerate(HOSTILE)}
 ENV = [f"{name}={value}" for name, value in VALUES.items()]
@@ -33,7 +48,11 @@ CLUSTER = Cluster(
     (
         Node("gamma", (GpuModel(count=1),), address="192.0.2.1", interface="eno1"),
         Node(
-            "beta", (GpuModel(count=2),), address="192.0.2.2", ssh=Ssh(user="me", port=2222), env=(("NODE", "be ta"),)
+            "beta",
+            (GpuModel(count=2),),
+            address="192.0.2.2",
+            ssh=Ssh(user="me", port=2222),
+            env=(("NODE", "be ta"),),
         ),
     ),
 )
@@ -64,7 +83,11 @@ class Stubs:
         return str(file)
 
     def calls(self) -> list[tuple[str, list[str], dict[str, str], str]]:
-        return [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
+        return (
+            [json.loads(line) for line in self.log.read_text().splitlines()]
+            if self.log.exists()
+            else []
+        )
 
 
 @pytest.fixture
@@ -73,28 +96,48 @@ def stubs(tmp_path: Path) -> Stubs:
 
 
 def bash(line: str, stubs: Stubs, folder: Path) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(["bash", "-c", line], env=stubs.environ, cwd=folder, capture_output=True, text=True)
+    return subprocess.run(
+        ["bash", "-c", line], env=stubs.environ, cwd=folder, capture_output=True, text=True
+    )
 
 
 def test_the_words_of_torchrun(stubs: Stubs, tmp_path: Path) -> None:
     python = stubs.add("my python")
     stubs.environ |= {"OMP_NUM_THREADS": "7", "PYTHONUNBUFFERED": ""}
-    first, second = render_torchrun(plan_of(env=["A=x"], **{"global-batch-size": "30"}), str(tmp_path), python)
+    first, second = render_torchrun(
+        plan_of(env=["A=x"], **{"global-batch-size": "30"}), str(tmp_path), python
+    )
     done = bash(first.line, stubs, Path("/"))
     bash(second.line, stubs, Path("/"))
     assert done.returncode == 0, done.stderr
     (_, argv, environ, folder), (_, argv2, environ2, _) = stubs.calls()
-    assert argv[:5] == ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--node-rank=0"]
+    assert argv[:5] == [
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--node-rank=0",
+    ]
     assert argv2[2:5] == ["--nnodes=2", "--nproc-per-node=2", "--node-rank=1"]
     assert argv[5] == "--master-addr=192.0.2.1"
     port = int(argv[6].removeprefix("--master-port="))
     assert 10_000 <= port < 29_000
     assert re.fullmatch("--rdzv-id=[0-9a-f]{8}", argv[7])
-    assert argv[8:] == ["--rdzv-conf=timeout=180", "--max-restarts=0", "--no-python", python, "t.py"]
+    assert argv[8:] == [
+        "--rdzv-conf=timeout=180",
+        "--max-restarts=0",
+        "--no-python",
+        python,
+        "t.py",
+    ]
     assert argv2[5:] == argv[5:]
     assert folder == str(tmp_path)
     assert (environ["PYTHONUNBUFFERED"], environ["OMP_NUM_THREADS"]) == ("1", "1")
-    assert (environ["A"], environ["DDP_SLURM_SHARES"], environ["DDP_SLURM_TASKS_PER_NODE"]) == ("x", "10(x3)", "1,2")
+    assert (environ["A"], environ["DDP_SLURM_SHARES"], environ["DDP_SLURM_TASKS_PER_NODE"]) == (
+        "x",
+        "10(x3)",
+        "1,2",
+    )
     assert (environ["NCCL_SOCKET_IFNAME"], environ["GLOO_SOCKET_IFNAME"]) == ("=eno1", "eno1")
     assert environ2["NODE"] == "be ta"
     assert "GLOO_SOCKET_IFNAME" not in environ2
@@ -110,7 +153,10 @@ def test_the_rendezvous_is_each_plans_and_each_attempts_own() -> None:
     plans = ({}, {"folder": "/a"}, {"name": "b"}, {"nodes": "beta"})
     assert len({option("rdzv-id", **values) for values in plans}) == len(plans)
     own = {"env": ["MASTER_ADDR=fd00::1", "MASTER_PORT=7"]}
-    assert [option("master-addr", **own), option("master-port", attempt=1, **own)] == ["fd00::1", "7"]
+    assert [option("master-addr", **own), option("master-port", attempt=1, **own)] == [
+        "fd00::1",
+        "7",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +171,9 @@ def test_the_rendezvous_is_each_plans_and_each_attempts_own() -> None:
         ("python3 t.py", {"venv": "/v"}, ["python3", "t.py"]),
     ],
 )
-def test_a_bare_python_is_the_interpreter_of_the_node(command: str, options: dict[str, str], words: list[str]) -> None:
+def test_a_bare_python_is_the_interpreter_of_the_node(
+    command: str, options: dict[str, str], words: list[str]
+) -> None:
     line = render_torchrun(plan_of(**{"command": command, **options}), "/", "/a b/p")[0].line
     assert shlex.split(line.partition(" --no-python ")[2].removesuffix(" )")) == words
 
@@ -140,9 +188,15 @@ def test_without_a_command_there_is_nothing_to_run() -> None:
         render_torchrun(plan_of(command=[]), "/", "p")
 
 
-def test_every_word_arrives_through_the_line(stubs: Stubs, tmp_path: Path, hostile_folder: Path) -> None:
-    plan = plan_of(command=["python", "t.py", *WORDS], env=ENV, setup=["S=set # with a comment", "export S"])
-    done = bash(render_torchrun(plan, str(hostile_folder), stubs.add("python"))[0].line, stubs, tmp_path)
+def test_every_word_arrives_through_the_line(
+    stubs: Stubs, tmp_path: Path, hostile_folder: Path
+) -> None:
+    plan = plan_of(
+        command=["python", "t.py", *WORDS], env=ENV, setup=["S=set # with a comment", "export S"]
+    )
+    done = bash(
+        render_torchrun(plan, str(hostile_folder), stubs.add("python"))[0].line, stubs, tmp_path
+    )
     assert done.returncode == 0, done.stderr
     [(_, argv, environ, folder)] = stubs.calls()
     assert argv[-len(WORDS) :] == WORDS
@@ -160,9 +214,17 @@ def test_the_environment_of_the_node_is_entered(stubs: Stubs, tmp_path: Path, wo
     conda.write_text(f"#!/bin/bash\necho 'conda() {{ printf %s \"$2\" >{tmp_path}/activated; }}'\n")
     conda.chmod(0o755)
     stubs.environ["CONDA_EXE"] = str(conda)
-    assert bash(render_torchrun(plan_of(venv=str(folder)), "/", "p")[0].line, stubs, tmp_path).returncode == 0
+    assert (
+        bash(
+            render_torchrun(plan_of(venv=str(folder)), "/", "p")[0].line, stubs, tmp_path
+        ).returncode
+        == 0
+    )
     assert stubs.calls()[0][2]["VIRTUAL_ENV"] == str(folder)
-    assert bash(render_torchrun(plan_of(conda_env=word), "/", "p")[0].line, stubs, tmp_path).returncode == 0
+    assert (
+        bash(render_torchrun(plan_of(conda_env=word), "/", "p")[0].line, stubs, tmp_path).returncode
+        == 0
+    )
     assert (tmp_path / "activated").read_text() == word
     assert len(stubs.calls()) == 2
 
@@ -186,7 +248,12 @@ def test_every_word_arrives_through_the_ssh_client_and_the_remote_shell(
 
 
 def test_a_newline_reaches_no_shell() -> None:
-    for field in ({"command": ["a\nb"]}, {"env": ["A=a\nb"]}, {"setup": ["a\nb"]}, {"container": "docker:a\nb"}):
+    for field in (
+        {"command": ["a\nb"]},
+        {"env": ["A=a\nb"]},
+        {"setup": ["a\nb"]},
+        {"container": "docker:a\nb"},
+    ):
         with pytest.raises(ValueError, match="newline"):
             plan_of(**field)
     with pytest.raises(DdpSlurmError, match="newline"):
@@ -222,19 +289,32 @@ def test_docker_runs_what_was_asked(stubs: Stubs, tmp_path: Path) -> None:
     assert {f"--env={name}" for name in passed} <= set(names)
     user = pwd.getpwuid(os.getuid()).pw_name
     assert [word for word in argv[:image] if word not in names] == [
-        "run", "--rm", "--init", f"--name={name}", "--network=host", "--ipc=host", "--ulimit=memlock=-1",
-        "--ulimit=stack=67108864", "--gpus=all", f"--user={os.getuid()}:{os.getgid()}", "--env=HOME=/tmp",
-        f"--env=USER={user}", f"--mount=type=bind,source={tmp_path},target={tmp_path}",
-        "--mount=type=bind,source=/da ta,target=/mnt,readonly", "--mount=type=bind,source=/x,target=/x",
+        "run",
+        "--rm",
+        "--init",
+        f"--name={name}",
+        "--network=host",
+        "--ipc=host",
+        "--ulimit=memlock=-1",
+        "--ulimit=stack=67108864",
+        "--gpus=all",
+        f"--user={os.getuid()}:{os.getgid()}",
+        "--env=HOME=/tmp",
+        f"--env=USER={user}",
+        f"--mount=type=bind,source={tmp_path},target={tmp_path}",
+        "--mount=type=bind,source=/da ta,target=/mnt,readonly",
+        "--mount=type=bind,source=/x,target=/x",
         f"--workdir={tmp_path}",
-    ]  # fmt: skip
+    ]
     assert clean_up == ["rm", "--force", name]
 
 
 def test_the_real_docker_client_takes_the_options(stubs: Stubs, tmp_path: Path) -> None:
     if shutil.which("docker") is None:
         pytest.skip("no docker client")
-    plan = plan_of(container="docker:torch:2", mount=["/da ta:/mnt:ro"], **{"container-network": "ddp"})
+    plan = plan_of(
+        container="docker:torch:2", mount=["/da ta:/mnt:ro"], **{"container-network": "ddp"}
+    )
     stubs.environ["DOCKER_HOST"] = f"unix://{tmp_path}/no.sock"
     done = bash(render_torchrun(plan, str(tmp_path), "python3")[0].line, stubs, tmp_path)
     # it parses everything before it looks for the engine, and there is none
@@ -247,7 +327,9 @@ def test_an_overlay_network_has_names_of_its_own(stubs: Stubs, tmp_path: Path) -
     for command in render_torchrun(plan, str(tmp_path), "python3"):
         bash(command.line, stubs, tmp_path)
     (_, first, environ, _), (_, second, _, _) = stubs.calls()
-    alias = next(text for text in first if text.startswith("--network-alias=")).removeprefix("--network-alias=")
+    alias = next(text for text in first if text.startswith("--network-alias=")).removeprefix(
+        "--network-alias="
+    )
     assert f"--master-addr={alias}" in first
     assert f"--master-addr={alias}" in second
     assert "NCCL_SOCKET_IFNAME" not in environ
@@ -257,8 +339,10 @@ def test_an_overlay_network_has_names_of_its_own(stubs: Stubs, tmp_path: Path) -
     for text in (make, join, token):
         bash(text.partition(": ")[2], stubs, tmp_path)
     assert [text.partition(": ")[0] for text in (make, join, token)] == [
-        "on gamma", "on beta", "where TOKEN is what this prints on gamma"
-    ]  # fmt: skip
+        "on gamma",
+        "on beta",
+        "where TOKEN is what this prints on gamma",
+    ]
     assert [argv for _, argv, _, _ in stubs.calls()[2:]] == [
         ["swarm", "init", "--advertise-addr", "192.0.2.1"],
         ["network", "create", "--driver", "overlay", "--attachable", "ddp"],
@@ -267,15 +351,23 @@ def test_an_overlay_network_has_names_of_its_own(stubs: Stubs, tmp_path: Path) -
     ]
     assert network_commands(plan_of()) == []
     node = plan.machines[0]._replace(address="fd00::1")
-    assert network_commands(replace(plan, machines=(node, *plan.machines[1:])))[1].endswith(" '[fd00::1]:2377'")
+    assert network_commands(replace(plan, machines=(node, *plan.machines[1:])))[1].endswith(
+        " '[fd00::1]:2377'"
+    )
 
 
-def test_a_folder_that_cannot_be_mounted_is_refused_on_the_node(stubs: Stubs, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_mounted_is_refused_on_the_node(
+    stubs: Stubs, tmp_path: Path
+) -> None:
     stubs.add("apptainer")
     for name in ("a,b", "a:b", 'a"b', "a\\b"):
         folder = tmp_path / name
         folder.mkdir()
-        done = bash(render_torchrun(plan_of(container="apptainer:/i.sif"), str(folder), "p")[0].line, stubs, tmp_path)
+        done = bash(
+            render_torchrun(plan_of(container="apptainer:/i.sif"), str(folder), "p")[0].line,
+            stubs,
+            tmp_path,
+        )
         assert (done.returncode, "cannot be mounted" in done.stderr) == (2, True)
     assert not stubs.calls()
 
@@ -308,20 +400,35 @@ def test_pyxis_and_apptainer_get_what_was_asked(stubs: Stubs, tmp_path: Path) ->
     for segment, variables in zip(segments(plan, stubs, tmp_path), own, strict=True):
         start = segment.index("--container-image=nv#torch")
         assert segment[start + 1 : start + 3] == [
-            f"--container-mounts={tmp_path}:{tmp_path},/da ta:/mnt:ro", f"--container-workdir={tmp_path}"
-        ]  # fmt: skip
+            f"--container-mounts={tmp_path}:{tmp_path},/da ta:/mnt:ro",
+            f"--container-workdir={tmp_path}",
+        ]
         option, _, names = segment[start + 3].partition("=")
         # without a name here the image's own value of the variable would win
-        assert (option, set(names.split(","))) == ("--container-env", step | {v.partition("=")[0] for v in variables})
+        assert (option, set(names.split(","))) == (
+            "--container-env",
+            step | {v.partition("=")[0] for v in variables},
+        )
         assert segment[start + 4 :] == ["env", *variables, "python", "t.py", *WORDS]
     stubs.log.unlink()
     for segment in segments(plan_of(container="apptainer:/i m.sif", **common), stubs, tmp_path):
         start = segment.index("apptainer")
         assert not [word for word in segment if word.startswith("--container")]
         assert segment[start:] == [
-            "apptainer", "exec", "--nv", "--bind", str(tmp_path), "--bind", "/da ta:/mnt:ro", "--pwd", str(tmp_path),
-            "/i m.sif", "python", "t.py", *WORDS,
-        ]  # fmt: skip
+            "apptainer",
+            "exec",
+            "--nv",
+            "--bind",
+            str(tmp_path),
+            "--bind",
+            "/da ta:/mnt:ro",
+            "--pwd",
+            str(tmp_path),
+            "/i m.sif",
+            "python",
+            "t.py",
+            *WORDS,
+        ]
 
 
 def test_launcher_torchrun_is_one_task_a_node(stubs: Stubs, tmp_path: Path) -> None:
@@ -334,20 +441,37 @@ def test_launcher_torchrun_is_one_task_a_node(stubs: Stubs, tmp_path: Path) -> N
     stubs.log.unlink()
     assert subprocess.run(task, env={**stubs.environ, **JOB}).returncode == 0
     assert stubs.calls()[0][1] == [
-        "-m", "torch.distributed.run", "--node-rank=1", "--nnodes=2", "--master-addr=gamma", "--rdzv-conf=timeout=180",
-        "--max-restarts=0", "--rdzv-id=7-0", "--master-port=10007", "--nproc-per-node=2", "--no-python", "python", "t.py",
-    ]  # fmt: skip
+        "-m",
+        "torch.distributed.run",
+        "--node-rank=1",
+        "--nnodes=2",
+        "--master-addr=gamma",
+        "--rdzv-conf=timeout=180",
+        "--max-restarts=0",
+        "--rdzv-id=7-0",
+        "--master-port=10007",
+        "--nproc-per-node=2",
+        "--no-python",
+        "python",
+        "t.py",
+    ]
 
 
-@pytest.mark.parametrize(("failures", "calls", "status"), [(0, 1, 0), (1, 2, 0), (2, 3, 0), (3, 3, 9)])
+@pytest.mark.parametrize(
+    ("failures", "calls", "status"), [(0, 1, 0), (1, 2, 0), (2, 3, 0), (3, 3, 9)]
+)
 def test_launcher_torchrun_starts_all_nodes_again(
     stubs: Stubs, tmp_path: Path, failures: int, calls: int, status: int
 ) -> None:
     srun = stubs.bin / "srun"
-    srun.write_text(f'#!/bin/bash\necho "$@" >>{stubs.log}\n(($(wc -l <{stubs.log}) > {failures})) || exit 9\n')
+    srun.write_text(
+        f'#!/bin/bash\necho "$@" >>{stubs.log}\n(($(wc -l <{stubs.log}) > {failures})) || exit 9\n'
+    )
     srun.chmod(0o755)
     text = render_sbatch(plan_of(launcher="torchrun", **{"max-restarts": "2"}))
-    done = subprocess.run(["bash", "-s"], input=text, env={**stubs.environ, **JOB}, text=True, capture_output=True)
+    done = subprocess.run(
+        ["bash", "-s"], input=text, env={**stubs.environ, **JOB}, text=True, capture_output=True
+    )
     lines = stubs.log.read_text().splitlines()
     assert (done.returncode, len(lines)) == (status, calls), done.stderr
     for attempt, line in enumerate(lines):
@@ -358,7 +482,10 @@ def test_launcher_torchrun_starts_all_nodes_again(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"container": "docker"}, "'docker' is not ENGINE:IMAGE; the engines are docker, apptainer, pyxis"),
+        (
+            {"container": "docker"},
+            "'docker' is not ENGINE:IMAGE; the engines are docker, apptainer, pyxis",
+        ),
         ({"container": "podman:x"}, "is not ENGINE:IMAGE"),
         ({"container": "docker:--privileged"}, "is not a docker image"),
         ({"container": "docker:a b"}, "is not a docker image"),

@@ -1,7 +1,17 @@
 """``ddp-slurm doctor``: what is wrong with the machines and their Slurm, why, and what to do."""
 
-from .checks import CHECKS, as_json, diagnose, exit_status, table
-from .finding import Finding, Severity
-from .snapshot import Snapshot, look
+from ddp_slurm.admin.doctor.checks import CHECKS, as_json, diagnose, exit_status, table
+from ddp_slurm.admin.doctor.finding import Finding, Severity
+from ddp_slurm.admin.doctor.snapshot import Snapshot, look
 
-__all__ = ["CHECKS", "Finding", "Severity", "Snapshot", "as_json", "diagnose", "exit_status", "look", "table"]
+__all__ = [
+    "CHECKS",
+    "Finding",
+    "Severity",
+    "Snapshot",
+    "as_json",
+    "diagnose",
+    "exit_status",
+    "look",
+    "table",
+]

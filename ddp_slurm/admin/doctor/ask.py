@@ -5,11 +5,11 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...backends.sbatch import clean_environ
-from ...cluster import Cluster, Node
-from ...errors import DdpSlurmError
-from ..remote import RemoteError, Result, Runner, run
-from .snapshot import parse_slurm_nodes
+from ddp_slurm.admin.doctor.snapshot import parse_slurm_nodes
+from ddp_slurm.backends.sbatch import clean_environ
+from ddp_slurm.cluster import Cluster, Node
+from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.ssh.remote import RemoteError, Result, Runner, run
 
 SRUN_PATIENCE_SECONDS = 60
 """How long srun waits for a node that is busy."""
@@ -31,13 +31,19 @@ def cluster_to_ask(file: Path | None) -> Cluster:
     try:
         done = subprocess.run(
             ["scontrol", "-o", "show", "node"],
-            capture_output=True, text=True, timeout=60, env=clean_environ(os.environ), check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=clean_environ(os.environ),
+            check=False,
+        )
     except (FileNotFoundError, subprocess.TimeoutExpired):
         done = None
     nodes = parse_slurm_nodes(done.stdout) if done is not None and done.returncode == 0 else []
     if not nodes:
-        raise DoctorError("no cluster.yaml here and no Slurm that answers; --cluster FILE names the nodes")
+        raise DoctorError(
+            "no cluster.yaml here and no Slurm that answers; --cluster FILE names the nodes"
+        )
     return Cluster("cluster", tuple(seen.as_node() for seen in nodes))
 
 
@@ -57,7 +63,14 @@ def run_by_srun(
     Raises RemoteError where Slurm does not give the node within a minute, or the command is not done in time.
     """
     memory = f"--mem={min(MEMORY_MB, node.memory_mb or MEMORY_MB)}M"
-    options = [f"--nodelist={node.name}", "--nodes=1", "--ntasks=1", memory, "--job-name=doctor", "--quiet"]
+    options = [
+        f"--nodelist={node.name}",
+        "--nodes=1",
+        "--ntasks=1",
+        memory,
+        "--job-name=doctor",
+        "--quiet",
+    ]
     if node.gres:  # ConstrainDevices hides the cards of others from nvidia-smi
         options.append(f"--gres={node.gres}")
     if node.partition:
@@ -65,13 +78,19 @@ def run_by_srun(
     command = ["srun", f"--immediate={SRUN_PATIENCE_SECONDS}", *options, *argv]
     try:
         done = subprocess.run(
-            command, input=input or b"", capture_output=True, timeout=timeout_seconds + SRUN_PATIENCE_SECONDS,
-            env=clean_environ(os.environ), check=False,
-        )  # fmt: skip
+            command,
+            input=input or b"",
+            capture_output=True,
+            timeout=timeout_seconds + SRUN_PATIENCE_SECONDS,
+            env=clean_environ(os.environ),
+            check=False,
+        )
     except FileNotFoundError:
         raise DoctorError("--via srun: srun is not installed here") from None
     except subprocess.TimeoutExpired:
-        raise RemoteError(f"{node.name}: {argv[0]} was not done after {timeout_seconds:g} s") from None
+        raise RemoteError(
+            f"{node.name}: {argv[0]} was not done after {timeout_seconds:g} s"
+        ) from None
     stdout, stderr = (stream.decode(errors="replace") for stream in (done.stdout, done.stderr))
     if "Unable to allocate resources" in stderr or ("srun: error" in stderr and not stdout):
         wanted = f" (asked for {node.gres})" if node.gres else ""

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
-from . import checks_machine, checks_slurm, checks_training
-from .finding import Finding, Findings, Severity
-from .snapshot import Snapshot
+from ddp_slurm.admin.doctor import checks_machine, checks_slurm, checks_training
+from ddp_slurm.admin.doctor.finding import Finding, Findings, Severity
+from ddp_slurm.admin.doctor.snapshot import Snapshot
+from ddp_slurm.console import table as aligned
 
 CHECKS: Mapping[str, Callable[[Snapshot], Findings]] = {
     "reachable": checks_slurm.reachable,
@@ -36,7 +37,10 @@ def diagnose(snapshot: Snapshot) -> list[Finding]:
     """The findings of every check, one that all is well where a check found nothing."""
     findings = []
     for name, check in CHECKS.items():
-        said = [Finding(name, severity, nodes, cause, fix) for severity, nodes, cause, fix in check(snapshot)]
+        said = [
+            Finding(name, severity, nodes, cause, fix)
+            for severity, nodes, cause, fix in check(snapshot)
+        ]
         findings += said or [Finding(name, Severity.OK, tuple(snapshot.facts))]
     return findings
 
@@ -53,16 +57,14 @@ def table(findings: list[Finding]) -> str:
         word = f.severity.name.lower()
         where = "" if f.severity is Severity.OK else ",".join(f.nodes)
         rows.append((word, f.check, where, f.cause + (f" -> {f.fix}" if f.fix else "")))
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    lines = [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows
-    ]
-    return "".join(f"{line.rstrip()}\n" for line in lines)
+    return f"{aligned(rows)}\n"
 
 
 def as_json(findings: list[Finding]) -> dict[str, object]:
     """For other programs: the findings with the severity's name, and the exit status."""
     return {
         "status": exit_status(findings),
-        "findings": [asdict(finding) | {"severity": finding.severity.name.lower()} for finding in findings],
+        "findings": [
+            asdict(finding) | {"severity": finding.severity.name.lower()} for finding in findings
+        ],
     }

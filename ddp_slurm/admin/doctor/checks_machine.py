@@ -3,10 +3,10 @@
 import math
 import re
 
-from ..facts import Facts
-from ..gpus import nvidia_fault
-from .finding import Findings, Severity
-from .snapshot import Snapshot
+from ddp_slurm.admin.doctor.finding import Findings, Severity
+from ddp_slurm.admin.doctor.snapshot import Snapshot
+from ddp_slurm.admin.facts import Facts
+from ddp_slurm.admin.gpus import nvidia_fault
 
 PROBE = "ddp-slurm cluster probe, then ddp-slurm cluster install"
 CLOCK_WARNING_SECONDS = 5.0
@@ -23,18 +23,29 @@ def hardware(snapshot: Snapshot) -> Findings:
         facts = snapshot.facts.get(node.name)
         if facts is None:
             continue
-        claims = _claims("cluster.yaml", facts, node.memory_mb, node.cpus, (node.sockets, node.cores_per_socket))
+        claims = _claims(
+            "cluster.yaml", facts, node.memory_mb, node.cpus, (node.sockets, node.cores_per_socket)
+        )
         seen = snapshot.slurm_nodes.get(node.name)
         if seen and not overrides:
             topology = (seen.sockets, seen.cores_per_socket)
             claims += _claims("slurm.conf", facts, seen.real_memory_mb, seen.cpus, topology)
         for what, claimed, found, unit in claims:
             if found is not None and claimed > found:
-                yield Severity.ERROR, (node.name,), f"{what} says {claimed} {unit}, the machine has {found}", PROBE
+                yield (
+                    Severity.ERROR,
+                    (node.name,),
+                    f"{what} says {claimed} {unit}, the machine has {found}",
+                    PROBE,
+                )
 
 
 def _claims(
-    source: str, facts: Facts, memory_mb: int | None, cpus: int | None, topology: tuple[int | None, int | None]
+    source: str,
+    facts: Facts,
+    memory_mb: int | None,
+    cpus: int | None,
+    topology: tuple[int | None, int | None],
 ) -> list[Claim]:
     claims: list[Claim] = []
     if memory_mb:
@@ -71,10 +82,13 @@ def gpu_count(snapshot: Snapshot) -> Findings:
         for source, count in said.items():
             if count != found:
                 yield (
-                    Severity.ERROR if count > found else Severity.WARNING, (node.name,),
+                    Severity.ERROR if count > found else Severity.WARNING,
+                    (node.name,),
                     f"{source} says {count} GPUs, {tools[0]} shows {found}",
-                    PROBE if count < found else f"look for the missing card (dmesg); if it is gone: {PROBE}",
-                )  # fmt: skip
+                    PROBE
+                    if count < found
+                    else f"look for the missing card (dmesg); if it is gone: {PROBE}",
+                )
 
 
 def _driver_fault(facts: Facts) -> str | None:
@@ -91,7 +105,9 @@ def driver(snapshot: Snapshot) -> Findings:
             yield Severity.ERROR, (name,), f"nvidia-smi: {fault}", restart
             continue
         block = facts.block("nvidia.module")
-        module = re.search(r"Kernel Module\D*?\s(\d+\.\d+(?:\.\d+)?)\s", block.text) if block else None
+        module = (
+            re.search(r"Kernel Module\D*?\s(\d+\.\d+(?:\.\d+)?)\s", block.text) if block else None
+        )
         library = next((gpu.driver for gpu in facts.gpus if gpu.vendor == "nvidia"), None)
         if module and library and module[1] != library:
             yield Severity.ERROR, (name,), f"kernel module {module[1]}, library {library}", restart
@@ -99,7 +115,11 @@ def driver(snapshot: Snapshot) -> Findings:
 
 def clock(snapshot: Snapshot) -> Findings:
     """All clocks agree. What the network's delay may explain is not counted."""
-    offsets = {n: f.clock_offset_seconds for n, f in snapshot.facts.items() if f.clock_offset_seconds is not None}
+    offsets = {
+        n: f.clock_offset_seconds
+        for n, f in snapshot.facts.items()
+        if f.clock_offset_seconds is not None
+    }
     if not offsets:
         yield Severity.SKIPPED, (), "no node told its time", ""
         return
@@ -111,12 +131,22 @@ def clock(snapshot: Snapshot) -> Findings:
         if off > CLOCK_WARNING_SECONDS:
             severity = Severity.ERROR if off > CLOCK_ERROR_SECONDS else Severity.WARNING
             side = "ahead of" if offset > middle else "behind"
-            yield severity, (name,), f"the clock is {abs(offset - middle):.0f} s {side} the other nodes'", fix
+            yield (
+                severity,
+                (name,),
+                f"the clock is {abs(offset - middle):.0f} s {side} the other nodes'",
+                fix,
+            )
     for name, facts in snapshot.facts.items():
         block = facts.block("unmunge")
         word = re.search(r"Expired|Rewound", block.text) if block else None
         if word:
-            yield Severity.ERROR, (name,), f"munge: {word[0]} credential, the clocks differ by minutes", fix
+            yield (
+                Severity.ERROR,
+                (name,),
+                f"munge: {word[0]} credential, the clocks differ by minutes",
+                fix,
+            )
 
 
 def users(snapshot: Snapshot) -> Findings:
@@ -130,9 +160,17 @@ def users(snapshot: Snapshot) -> Findings:
                 ids.setdefault(fields[0], {}).setdefault(fields[2], []).append(name)
     for user, nodes_of_id in ids.items():
         there = [name for names in nodes_of_id.values() for name in names]
-        missing = tuple(name for name in snapshot.facts if name not in there and snapshot.facts[name].block("users"))
+        missing = tuple(
+            name
+            for name in snapshot.facts
+            if name not in there and snapshot.facts[name].block("users")
+        )
         daemon = user in ("munge", "slurm")
-        fix = "ddp-slurm cluster install --step users" if daemon else f"useradd -u ID {user}, the same ID on all nodes"
+        fix = (
+            "ddp-slurm cluster install --step users"
+            if daemon
+            else f"useradd -u ID {user}, the same ID on all nodes"
+        )
         if len(nodes_of_id) > 1:
             odd = min(nodes_of_id.values(), key=len)
             listed = ", ".join(f"{uid} on {', '.join(names)}" for uid, names in nodes_of_id.items())
@@ -145,15 +183,24 @@ def users(snapshot: Snapshot) -> Findings:
 def _matters(fields: list[str]) -> bool:
     """munge, slurm, and people: a login shell and an id of the range that adduser takes for them."""
     person = fields[2].isdigit() and 1000 <= int(fields[2]) < 60000
-    return fields[0] in ("munge", "slurm") or (person and not fields[6].endswith(("nologin", "false")))
+    return fields[0] in ("munge", "slurm") or (
+        person and not fields[6].endswith(("nologin", "false"))
+    )
 
 
 def host_name(snapshot: Snapshot) -> Findings:
     """A node calls itself what slurm.conf calls it: "Unable to determine this slurmd's NodeName" otherwise."""
     for name, facts in snapshot.facts.items():
         if facts.host and facts.host != name:
-            cause = f"the machine calls itself {facts.host!r}; slurmd does not find that in slurm.conf"
-            yield Severity.ERROR, (name,), cause, f"on it: hostnamectl set-hostname {name}, then restart slurmd"
+            cause = (
+                f"the machine calls itself {facts.host!r}; slurmd does not find that in slurm.conf"
+            )
+            yield (
+                Severity.ERROR,
+                (name,),
+                cause,
+                f"on it: hostnamectl set-hostname {name}, then restart slurmd",
+            )
 
 
 def name_resolution(snapshot: Snapshot) -> Findings:
@@ -165,13 +212,29 @@ def name_resolution(snapshot: Snapshot) -> Findings:
             target, *addresses = line.split()
             if target in snapshot.facts and not addresses:
                 yield Severity.WARNING, (name,), f"the name {target} has no address here", fix
-            loopback = [address for address in addresses if address.startswith("127.") or address == "::1"]
+            loopback = [
+                address for address in addresses if address.startswith("127.") or address == "::1"
+            ]
             if loopback and len(snapshot.cluster.nodes) > 1:
-                yield Severity.ERROR, (name,), f"the name {target} is {loopback[0]} here (see /etc/hosts)", fix
+                yield (
+                    Severity.ERROR,
+                    (name,),
+                    f"the name {target} is {loopback[0]} here (see /etc/hosts)",
+                    fix,
+                )
             elif addresses:
-                known.setdefault(target, {}).setdefault(tuple(sorted(set(addresses))), []).append(name)
+                known.setdefault(target, {}).setdefault(tuple(sorted(set(addresses))), []).append(
+                    name
+                )
     for target, answers in known.items():
         if len(answers) > 1:
             odd = min(answers.values(), key=len)
-            listed = "; ".join(f"{' '.join(a)} on {', '.join(names)}" for a, names in answers.items())
-            yield Severity.WARNING, tuple(odd), f"the name {target} has different addresses: {listed}", fix
+            listed = "; ".join(
+                f"{' '.join(a)} on {', '.join(names)}" for a, names in answers.items()
+            )
+            yield (
+                Severity.WARNING,
+                tuple(odd),
+                f"the name {target} has different addresses: {listed}",
+                fix,
+            )

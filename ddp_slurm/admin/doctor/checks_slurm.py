@@ -2,9 +2,15 @@
 
 import re
 
-from ..slurm_releases import RELEASES
-from .finding import Findings, Severity
-from .snapshot import HIGH_PORT, SLURMCTLD_PORT, SLURMD_PORT, Snapshot, config_of
+from ddp_slurm.admin.doctor.finding import Findings, Severity
+from ddp_slurm.admin.doctor.snapshot import (
+    HIGH_PORT,
+    SLURMCTLD_PORT,
+    SLURMD_PORT,
+    Snapshot,
+    config_of,
+)
+from ddp_slurm.admin.slurm_releases import RELEASES
 
 INSTALL = "ddp-slurm cluster install"
 
@@ -22,30 +28,56 @@ def reachable(snapshot: Snapshot) -> Findings:
 
 def controller(snapshot: Snapshot) -> Findings:
     """slurmctld answers every node."""
-    asked = {name: block for name, facts in snapshot.facts.items() if (block := facts.block("slurm.ping"))}
+    asked = {
+        name: block
+        for name, facts in snapshot.facts.items()
+        if (block := facts.block("slurm.ping"))
+    }
     if not asked:
         yield Severity.SKIPPED, (), "Slurm is installed nowhere", ""
     deaf = tuple(name for name, block in asked.items() if " UP" not in block.text)
     if deaf and len(deaf) == len(asked):
         where = snapshot.cluster.controller_name
         yield (
-            Severity.ERROR, (where,), f"slurmctld answers nobody: {_last_line(asked[deaf[0]].text)}",
+            Severity.ERROR,
+            (where,),
+            f"slurmctld answers nobody: {_last_line(asked[deaf[0]].text)}",
             f"on {where}: systemctl status slurmctld; the end of /var/log/slurm/slurmctld.log",
-        )  # fmt: skip
+        )
     elif deaf:
         yield (
-            Severity.ERROR, deaf, f"slurmctld does not answer: {_last_line(asked[deaf[0]].text)}",
+            Severity.ERROR,
+            deaf,
+            f"slurmctld does not answer: {_last_line(asked[deaf[0]].text)}",
             f"{INSTALL} --step hosts --step slurmd",
-        )  # fmt: skip
+        )
 
 
 _REASONS = (
-    ("Low RealMemory", "slurm.conf claims more memory than there is: ddp-slurm cluster probe, then install"),
-    ("Low socket", "slurm.conf claims more cores than there are: ddp-slurm cluster probe, then install"),
-    ("gres/gpu count", "fewer GPUs than slurm.conf says: look at nvidia-smi, then ddp-slurm cluster probe and install"),
-    ("Not responding", "is the machine up, does slurmd run, do the ports pass? then: scontrol update state=resume"),
-    ("hung", "a process does not end, often in the GPU driver: restart the machine, then resume the node"),
-    ("Kill task failed", "a process does not end, often in the GPU driver: restart the machine, then resume the node"),
+    (
+        "Low RealMemory",
+        "slurm.conf claims more memory than there is: ddp-slurm cluster probe, then install",
+    ),
+    (
+        "Low socket",
+        "slurm.conf claims more cores than there are: ddp-slurm cluster probe, then install",
+    ),
+    (
+        "gres/gpu count",
+        "fewer GPUs than slurm.conf says: look at nvidia-smi, then ddp-slurm cluster probe and install",
+    ),
+    (
+        "Not responding",
+        "is the machine up, does slurmd run, do the ports pass? then: scontrol update state=resume",
+    ),
+    (
+        "hung",
+        "a process does not end, often in the GPU driver: restart the machine, then resume the node",
+    ),
+    (
+        "Kill task failed",
+        "a process does not end, often in the GPU driver: restart the machine, then resume the node",
+    ),
     ("Prolog error", "the prolog failed: slurmd.log on the node says why"),
 )
 
@@ -58,7 +90,9 @@ def node_states(snapshot: Snapshot) -> Findings:
         seen = snapshot.slurm_nodes.get(node.name)
         if snapshot.slurm_nodes and seen is None:
             yield Severity.ERROR, (node.name,), "slurm.conf does not have this node", INSTALL
-        if seen is None or not re.search(r"DOWN|DRAIN|FAIL|UNKNOWN|NOT_RESPONDING|INVAL|\*", seen.state):
+        if seen is None or not re.search(
+            r"DOWN|DRAIN|FAIL|UNKNOWN|NOT_RESPONDING|INVAL|\*", seen.state
+        ):
             continue
         reason = seen.reason or ""
         known = next((fix for word, fix in _REASONS if word in reason), None)
@@ -77,27 +111,40 @@ def release(snapshot: Snapshot) -> Findings:
     for name, facts in snapshot.facts.items():
         block = facts.block("slurmd.version") or facts.block("slurmctld.version")
         running = snapshot.slurm_nodes[name].version if name in snapshot.slurm_nodes else None
-        installed = block.text.split()[-1] if block and block.status == 0 and block.text else running
+        installed = (
+            block.text.split()[-1] if block and block.status == 0 and block.text else running
+        )
         if installed is None:
             yield Severity.ERROR, (name,), "slurmd is not installed", f"{INSTALL} --step packages"
             continue
         versions.setdefault(installed, []).append(name)
         if running and running != installed:
-            yield Severity.WARNING, (name,), f"slurmd {running} still runs, {installed} is installed", "restart slurmd"
+            yield (
+                Severity.WARNING,
+                (name,),
+                f"slurmd {running} still runs, {installed} is installed",
+                "restart slurmd",
+            )
     if len(versions) > 1:
         odd = _odd_ones(versions)
         releases = {version[:5] for version in versions}
-        listed = ", ".join(f"{version} on {', '.join(names)}" for version, names in versions.items())
+        listed = ", ".join(
+            f"{version} on {', '.join(names)}" for version, names in versions.items()
+        )
         yield (
-            Severity.ERROR if len(releases) > 1 else Severity.WARNING, odd, f"different Slurm versions: {listed}",
+            Severity.ERROR if len(releases) > 1 else Severity.WARNING,
+            odd,
+            f"different Slurm versions: {listed}",
             "install one release on all nodes; where the distributions differ, one packaging for all (see the guide)",
-        )  # fmt: skip
+        )
     for version, names in versions.items():
         if version[:5] < RELEASES[0]:
             yield (
-                Severity.ERROR, tuple(names), f"Slurm {version} cannot start one step over all parts of a het job",
+                Severity.ERROR,
+                tuple(names),
+                f"Slurm {version} cannot start one step over all parts of a het job",
                 f"install {RELEASES[0]} or later",
-            )  # fmt: skip
+            )
 
 
 def cgroup(snapshot: Snapshot) -> Findings:
@@ -108,9 +155,11 @@ def cgroup(snapshot: Snapshot) -> Findings:
             continue
         if not any(path.endswith("cgroup_v2.so") for path in plugins):
             yield (
-                Severity.ERROR, (name,), "the machine has cgroup v2, this Slurm has no plugin for it (cgroup_v2.so)",
+                Severity.ERROR,
+                (name,),
+                "the machine has cgroup v2, this Slurm has no plugin for it (cgroup_v2.so)",
                 "install Slurm 22.05 or later, built with the dbus headers; do not go back to v1 in the boot loader",
-            )  # fmt: skip
+            )
 
 
 def munge_key(snapshot: Snapshot) -> Findings:
@@ -124,14 +173,26 @@ def munge_key(snapshot: Snapshot) -> Findings:
     for name, facts in snapshot.facts.items():
         block = facts.block("unmunge")
         if snapshot.credential_from and (block is None or "Failed to access" in block.text):
-            yield Severity.ERROR, (name,), "munged does not run", f"{INSTALL} --step munge --node {name}"
+            yield (
+                Severity.ERROR,
+                (name,),
+                "munged does not run",
+                f"{INSTALL} --step munge --node {name}",
+            )
         elif block and "Invalid credential" in block.text:
             yield (
-                Severity.ERROR, (name,), f"another munge key than {snapshot.credential_from}: Invalid credential",
+                Severity.ERROR,
+                (name,),
+                f"another munge key than {snapshot.credential_from}: Invalid credential",
                 f"{INSTALL} --step munge; munged reads its key at start only",
-            )  # fmt: skip
+            )
         elif block and block.status and not re.search(r"Expired|Rewound|Replayed", block.text):
-            yield Severity.ERROR, (name,), f"munge: {_last_line(block.text)}", f"{INSTALL} --step munge"
+            yield (
+                Severity.ERROR,
+                (name,),
+                f"munge: {_last_line(block.text)}",
+                f"{INSTALL} --step munge",
+            )
         key = facts.first("munge_key")
         if key and int(key.split()[0], 8) & 0o077:
             mode = key.split()[0]
@@ -152,9 +213,11 @@ def configuration(snapshot: Snapshot) -> Findings:
     )
     if differing:
         yield (
-            Severity.ERROR, differing, "slurm.conf differs from the one slurmctld runs with",
+            Severity.ERROR,
+            differing,
+            "slurm.conf differs from the one slurmctld runs with",
             f"{INSTALL} --step slurmctld --step slurmd; nodes need no copy of their own",
-        )  # fmt: skip
+        )
     copies: dict[str, dict[str, list[str]]] = {}
     for name, facts in snapshot.facts.items():
         for file in facts.values.get("config_file", ()):
@@ -163,9 +226,11 @@ def configuration(snapshot: Snapshot) -> Findings:
     for path, versions in copies.items():
         if len(versions) > 1 and not set(_odd_ones(versions)) <= set(differing):
             yield (
-                Severity.WARNING, _odd_ones(versions), f"{path} is not the same on all nodes",
+                Severity.WARNING,
+                _odd_ones(versions),
+                f"{path} is not the same on all nodes",
                 f"{INSTALL} --step slurmctld --step slurmd; nodes need no copy of their own",
-            )  # fmt: skip
+            )
 
 
 def firewall(snapshot: Snapshot) -> Findings:
@@ -177,12 +242,18 @@ def firewall(snapshot: Snapshot) -> Findings:
             if answer in ("silent", "unreachable") and peer not in snapshot.unreachable:
                 blocked.setdefault((name, peer), []).append(port)
     for (name, peer), ports in blocked.items():
-        what = {str(SLURMCTLD_PORT): "slurmctld", str(SLURMD_PORT): "slurmd", str(HIGH_PORT): "torch, NCCL and srun"}
+        what = {
+            str(SLURMCTLD_PORT): "slurmctld",
+            str(SLURMD_PORT): "slurmd",
+            str(HIGH_PORT): "torch, NCCL and srun",
+        }
         listed = ", ".join(f"{port} ({what.get(port, 'tcp')})" for port in sorted(ports))
         yield (
-            Severity.ERROR, (peer,), f"{name} gets no answer from {peer} on port {listed}",
+            Severity.ERROR,
+            (peer,),
+            f"{name} gets no answer from {peer} on port {listed}",
             f"on {peer}, let the cluster's own network through: ufw allow from NETWORK",
-        )  # fmt: skip
+        )
 
 
 def _odd_ones(groups: dict[str, list[str]]) -> tuple[str, ...]:

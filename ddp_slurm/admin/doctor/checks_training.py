@@ -3,12 +3,18 @@
 import re
 from collections.abc import Mapping
 
-from ..facts import Facts
-from .finding import Findings, Severity
-from .snapshot import Snapshot
+from ddp_slurm.admin.doctor.finding import Findings, Severity
+from ddp_slurm.admin.doctor.snapshot import Snapshot
+from ddp_slurm.admin.facts import Facts
 
 OLDEST_LIBC_OF_TORCH_2_7 = (2, 28)
-_WHAT = {"python": "Python", "torch": "torch", "cuda": "CUDA of torch", "cudnn": "cuDNN", "nccl": "NCCL"}
+_WHAT = {
+    "python": "Python",
+    "torch": "torch",
+    "cuda": "CUDA of torch",
+    "cudnn": "cuDNN",
+    "nccl": "NCCL",
+}
 
 
 def versions(snapshot: Snapshot) -> Findings:
@@ -17,7 +23,10 @@ def versions(snapshot: Snapshot) -> Findings:
     if not told:
         yield Severity.SKIPPED, (), f"{snapshot.python} runs on no node with GPUs", ""
     for key, what in _WHAT.items():
-        groups = _groups({name: values | {"python": _minor(values["python"])} for name, values in told.items()}, key)
+        groups = _groups(
+            {name: values | {"python": _minor(values["python"])} for name, values in told.items()},
+            key,
+        )
         if len(groups) > 1:
             odd = min(groups.values(), key=len)
             listed = ", ".join(f"{value} on {', '.join(names)}" for value, names in groups.items())
@@ -34,7 +43,12 @@ def importable(snapshot: Snapshot) -> Findings:
     nodes = _with_gpus(snapshot)
     missing = tuple(name for name, facts in nodes.items() if not facts.training)
     if missing and len(missing) == len(nodes):
-        yield Severity.WARNING, missing, f"{snapshot.python} does not run", "name the interpreter that trains: --python"
+        yield (
+            Severity.WARNING,
+            missing,
+            f"{snapshot.python} does not run",
+            "name the interpreter that trains: --python",
+        )
     elif missing:
         yield (
             Severity.ERROR,
@@ -46,20 +60,33 @@ def importable(snapshot: Snapshot) -> Findings:
     for fault, names in faults.items():
         everywhere = len(names) == len(nodes)
         yield (
-            Severity.WARNING if everywhere else Severity.ERROR, tuple(names), f"import torch: {fault}",
-            f"name the interpreter that trains: --python (now {snapshot.python})" if everywhere
+            Severity.WARNING if everywhere else Severity.ERROR,
+            tuple(names),
+            f"import torch: {fault}",
+            f"name the interpreter that trains: --python (now {snapshot.python})"
+            if everywhere
             else "install it there too: the same environment on all nodes",
-        )  # fmt: skip
+        )
 
 
 def driver_branch(snapshot: Snapshot) -> Findings:
     """The GPU drivers are of one branch: NCCL meets its own faults between two."""
-    cards = {n: f.gpus[0] for n, f in snapshot.facts.items() if f.gpus and f.gpus[0].vendor == "nvidia"}
-    groups = _groups({n: {"branch": card.driver.split(".")[0]} for n, card in cards.items() if card.driver}, "branch")
+    cards = {
+        n: f.gpus[0] for n, f in snapshot.facts.items() if f.gpus and f.gpus[0].vendor == "nvidia"
+    }
+    groups = _groups(
+        {n: {"branch": card.driver.split(".")[0]} for n, card in cards.items() if card.driver},
+        "branch",
+    )
     if len(groups) > 1:
         odd = min(groups.values(), key=len)
         listed = ", ".join(f"{branch} on {', '.join(names)}" for branch, names in groups.items())
-        yield Severity.WARNING, tuple(odd), f"different driver branches: {listed}", "one branch on all nodes, held"
+        yield (
+            Severity.WARNING,
+            tuple(odd),
+            f"different driver branches: {listed}",
+            "one branch on all nodes, held",
+        )
 
 
 def served_cards(snapshot: Snapshot) -> Findings:
@@ -114,9 +141,11 @@ def libc(snapshot: Snapshot) -> Findings:
         match = re.search(r"glibc (\d+)\.(\d+)", facts.first("libc") or "")
         if match and (int(match[1]), int(match[2])) < OLDEST_LIBC_OF_TORCH_2_7:
             yield (
-                Severity.WARNING, (name,), f"{facts.first('os')} has {match[0]}; torch wheels from 2.7 on need 2.28",
+                Severity.WARNING,
+                (name,),
+                f"{facts.first('os')} has {match[0]}; torch wheels from 2.7 on need 2.28",
                 "torch 2.6 on all nodes, or a newer release of the system on this one",
-            )  # fmt: skip
+            )
 
 
 def _with_gpus(snapshot: Snapshot) -> dict[str, Facts]:

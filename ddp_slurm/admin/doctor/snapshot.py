@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ...cluster import Cluster, GpuModel, Node
-from ..facts import Facts, gather, peers_text
-from ..remote import RemoteError, Runner, on_all, run
+from ddp_slurm.admin.facts import Facts, gather, peers_text
+from ddp_slurm.cluster import Cluster, GpuModel, Node
+from ddp_slurm.ssh.remote import RemoteError, Runner, on_all, run
 
 SLURMCTLD_PORT, SLURMD_PORT = 6817, 6818
 HIGH_PORT = 29500
@@ -90,7 +90,11 @@ def parse_slurm_nodes(text: str) -> list[SlurmNode]:
                 name=fields["NodeName"],
                 version=fields.get("Version") or None,
                 state=fields.get("State", "UNKNOWN"),
-                reason=f"{reason[1]} (by {reason[2]})" if reason and reason[2] else reason[1] if reason else None,
+                reason=f"{reason[1]} (by {reason[2]})"
+                if reason and reason[2]
+                else reason[1]
+                if reason
+                else None,
                 cpus=_number(fields.get("CPUTot")),
                 sockets=_number(fields.get("Sockets")),
                 cores_per_socket=_number(fields.get("CoresPerSocket")),
@@ -108,7 +112,9 @@ def gpus_of_gres(gres: str) -> int:
     >>> gpus_of_gres("gpu:a100:2(S:0-1),gpu:titan:1,nic:2"), gpus_of_gres("gpu:4"), gpus_of_gres("(null)")
     (3, 4, 0)
     """
-    return sum(int(match[1]) for match in re.finditer(r"(?:^|,)gpu(?::[^,:()]+)?:(\d+)(?![^,(]*:)", gres))
+    return sum(
+        int(match[1]) for match in re.finditer(r"(?:^|,)gpu(?::[^,:()]+)?:(\d+)(?![^,(]*:)", gres)
+    )
 
 
 def _number(text: str | None) -> int | None:
@@ -133,7 +139,9 @@ def look(cluster: Cluster, *, python: str = "python3", runner: Runner = run) -> 
     return Snapshot(
         cluster,
         facts={name: answer for name, answer in answers.items() if isinstance(answer, Facts)},
-        unreachable={name: str(answer) for name, answer in answers.items() if isinstance(answer, RemoteError)},
+        unreachable={
+            name: str(answer) for name, answer in answers.items() if isinstance(answer, RemoteError)
+        },
         credential_from=source,
         python=python,
     )

@@ -1,0 +1,232 @@
+"""Jobs of HetSlurmExecutor on the submitting side: their state without accounting, and their results by rank."""
+
+import contextlib
+import pickle
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddp_slurm.backends.submitit.rank import core, utils
+from ddp_slurm.runs.log import RankFilter, tail
+from ddp_slurm.slurm_client.states import JobState, Patience, active_states, read_state, settle
+
+if TYPE_CHECKING:  # every rank loads this module with submitit's plug-ins, and needs none of it
+    from ddp_slurm.runs.run_folder import Run
+
+WATCH_SECONDS = 4
+"""At most so old is a job's state; one squeue asks for all jobs of this process."""
+SETTLE_SECONDS = 15
+"""How long a result file may come after the end of its job: network file systems cache what a folder holds."""
+
+
+class StateWatcher(core.InfoWatcher):
+    """The states of all jobs of this process: one squeue for those that run, the other sources for those that ended."""
+
+    def __init__(self, delay_s: int = WATCH_SECONDS) -> None:
+        super().__init__(delay_s)
+        self._states: dict[str, JobState] = {}
+        self._runs: dict[str, Run | None] = {}
+        self._patience: dict[str, Patience] = {}
+
+    def watch(self, job_id: str, run: "Run | None") -> None:
+        self._runs[job_id] = run
+        self.register_job(job_id)
+
+    def update(self) -> None:
+        """Raises StateError when Slurm has been silent about a job for too long."""
+        waiting = [job_id for job_id in self._registered if job_id not in self._finished]
+        if not waiting:
+            return
+        self._num_calls += 1
+        active = active_states(waiting)
+        for job_id in waiting:
+            state = active.get(job_id) or self._ended(job_id)
+            self._states[job_id] = state
+            nodes = ",".join(component.nodes for component in state.components if component.nodes)
+            self._info_dict[job_id] = {"JobID": job_id, "State": state.state, "NodeList": nodes}
+            if state.is_final:
+                self._finished.add(job_id)
+        self._last_status_check = time.time()
+        for job_id in waiting:
+            self._patience.setdefault(job_id, Patience()).check(self._states[job_id])
+
+    def _ended(self, job_id: str) -> JobState:
+        run = self._runs.get(job_id)
+        if run is None:
+            return settle(read_state(job_id))
+        state = settle(read_state(job_id, run.exit_marker, run.last_look))
+        run.remember(state)
+        return state
+
+    def get_state(self, job_id: str, mode: str = "standard") -> str:
+        return self.get_info(job_id, mode=mode).get("State", "UNKNOWN")
+
+    def is_done(self, job_id: str, mode: str = "standard") -> bool:
+        self.get_info(job_id, mode=mode)
+        return job_id in self._states and self._states[job_id].is_final
+
+    def state(self, job_id: str) -> JobState | None:
+        """The job as it was seen last."""
+        return self._states.get(job_id)
+
+    def clear(self) -> None:
+        super().clear()
+        self._states.clear()
+
+
+class HetSlurmJob(core.Job[core.R]):
+    """A job over uneven nodes; ``results()`` are in the order of ranks, ``task(4)`` is rank 4."""
+
+    _cancel_command = "scancel"
+    _results_timeout_s = SETTLE_SECONDS
+    watcher: StateWatcher = StateWatcher()
+
+    def __init__(self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,)) -> None:
+        super().__init__(folder, job_id, tasks)
+        self._world: tuple[int, ...] = self._tasks
+        for sub_job in self._sub_jobs:
+            assert isinstance(sub_job, HetSlurmJob)
+            sub_job._world = self._tasks
+
+    @property
+    def run(self) -> "Run | None":
+        """The run folder: what was submitted, the log's path and the exit marker."""
+        from ddp_slurm.job.log_path import RUNS_FOLDER
+        from ddp_slurm.runs.run_folder import RECORD, load_run
+
+        independent = utils.JobPaths.get_first_id_independent_folder(self._paths._folder)
+        for folder in (independent / RUNS_FOLDER / self.job_id, self._paths.folder):
+            if (folder / RECORD).exists():
+                return load_run(folder)
+        return None
+
+    def _register_in_watcher(self) -> None:
+        self.watcher.watch(self.job_id, self.run)
+
+    def _result_file(self, rank: int) -> Path:
+        return utils.JobPaths(self._paths._folder, self.job_id, rank).result_pickle
+
+    def done(self, force_check: bool = False) -> bool:
+        """Whether the job has ended. One rank's error is no end: the others go on, or the job is requeued."""
+        with contextlib.suppress(OSError):
+            self.paths.folder.chmod(
+                self.paths.folder.stat().st_mode
+            )  # makes a network file system look again
+        if all(self._result_file(rank).exists() for rank in self._world):
+            return True
+        return self.watcher.is_done(self.job_id, mode="force" if force_check else "standard")
+
+    def result(self) -> Any:
+        """The function's result; of a job with several ranks the list of them."""
+        results = self.results()
+        return results if self._sub_jobs else results[0]
+
+    def results(self) -> list[Any]:
+        """Wait for the end and give the results of this job's ranks, in their order.
+
+        Raises submitit's FailedJobError with the traceback of the rank that failed first, and its host; where ranks
+        left no result UncompletedJobError, with the job's state and the end of its log.
+        """
+        self.wait()
+        outcomes = self._outcomes()
+        failure = self._failure(outcomes)
+        if failure is not None:
+            raise failure
+        return [outcomes[rank][1] for rank in self._tasks]
+
+    def exception(self) -> "utils.UncompletedJobError | None":
+        """Wait for the end and give what ``results()`` would raise, None for nothing."""
+        self.wait()
+        return self._failure(self._outcomes())
+
+    def _outcomes(self) -> dict[int, tuple[str, Any]]:
+        """``("success", result)`` or ``("error", traceback)`` of each rank that left one."""
+        state = self.watcher.state(self.job_id)
+        late = self._results_timeout_s if state is None or state.state == "COMPLETED" else 1.0
+        give_up = time.monotonic() + late
+        outcomes: dict[int, tuple[str, Any]] = {}
+        while True:
+            for rank in self._tasks:
+                if (
+                    rank not in outcomes
+                    and (outcome := _load_outcome(self._result_file(rank))) is not None
+                ):
+                    outcomes[rank] = outcome
+            if len(outcomes) == len(self._tasks) or time.monotonic() > give_up:
+                return outcomes
+            time.sleep(0.2)
+
+    def _failure(self, outcomes: dict[int, tuple[str, Any]]) -> "utils.UncompletedJobError | None":
+        failed = [rank for rank, (outcome, _) in outcomes.items() if outcome == "error"]
+        missing = [rank for rank in self._tasks if rank not in outcomes]
+        if not failed and not missing:
+            return None
+        state = self.watcher.state(self.job_id)
+        # where all results are there nobody has asked Slurm
+        about = f"job {self.job_id}" + (f" is {state.describe()}" if state else "")
+        path = self._log_path
+        if failed:
+            # the others' errors are often that this one went away
+            first = min(failed, key=lambda rank: self._result_file(rank).stat().st_mtime_ns)
+            others = (
+                f"; so did {_ranks(r for r in failed if r != first)}" if len(failed) > 1 else ""
+            )
+            return utils.FailedJobError(
+                f"{self._named(first)} failed{others}; {about}\n{outcomes[first][1].rstrip()}\nIts log is {path}"
+            )
+        cut_off = [rank for rank in missing if self._result_file(rank).exists()]
+        left = f"{_ranks(missing)} left no result"
+        left += f" (the file of {_ranks(cut_off)} is cut off)" if cut_off else ""
+        end = tail(path)
+        return utils.UncompletedJobError(
+            f"{about}: {left}"
+            + (f"\nThe end of {path}:\n{end}" if end else f"\nThere is no log {path}")
+        )
+
+    def _named(self, rank: int) -> str:
+        run = self.run
+        return f"rank {rank} on {run.plan['ranks'][rank]['node']}" if run else f"rank {rank}"
+
+    @property
+    def _log_path(self) -> Path:
+        run = self.run
+        return (
+            Path(run.log)
+            if run and run.log
+            else utils.JobPaths(self._paths._folder, self.job_id, 0).stdout
+        )
+
+    def stdout(self) -> str | None:
+        """What the job wrote, both streams; of one rank its own lines. None as long as there is no log."""
+        return self._get_logs_string("stdout")
+
+    def stderr(self) -> str | None:
+        """None: both streams are in one log, in the order in which they came."""
+        return None
+
+    def _get_logs_string(self, name: str) -> str | None:
+        path = self._log_path
+        if name != "stdout" or not path.exists():
+            return None
+        text = path.read_bytes().decode(errors="replace")
+        if self._sub_jobs or len(self._world) == 1:
+            return text
+        rank = RankFilter(self._tasks[0])
+        # not splitlines: what follows a progress bar's \r has no label of its own
+        lines = (rank.text(line) for line in text.removesuffix("\n").split("\n"))
+        return "".join(f"{line}\n" for line in lines if line is not None)
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    numbers = list(ranks)
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def _load_outcome(path: Path) -> tuple[str, Any] | None:
+    """None for a file that is not there, or not whole yet."""
+    try:
+        outcome, value = utils.pickle_load(path)
+    except (FileNotFoundError, EOFError, pickle.UnpicklingError):
+        return None
+    return outcome, value

@@ -1,0 +1,93 @@
+"""The options that both examples share."""
+
+import argparse
+import math
+import os
+from collections.abc import Callable
+
+from ddp_slurm.rank_env import LaunchError
+from ddp_slurm.training.process_group import World
+from ddp_slurm.training.trainer.precision import PRECISIONS
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, default_lr: float) -> None:
+    """Add them to ``parser``; ``default_lr`` is the example's own peak learning rate."""
+    parser.add_argument(
+        "total_epochs", type=number_of(1), help="epochs to train in all, a resumed run's included"
+    )
+    parser.add_argument("save_every", type=number_of(1), help="epochs between snapshots")
+    batch = parser.add_mutually_exclusive_group()
+    batch.add_argument(
+        "--batch-size", type=number_of(1), metavar="N", help="samples of a step per GPU, on average"
+    )
+    batch.add_argument(
+        "--global-batch-size", type=number_of(1), metavar="N", help="samples of a step on all GPUs"
+    )
+    parser.add_argument(
+        "--micro-batch-size", type=number_of(1), metavar="N", help="most samples a GPU runs at once"
+    )
+    parser.add_argument(
+        "--snapshot", default="snapshot.pt", metavar="FILE", help="written and resumed from"
+    )
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, default="auto", help="auto: what all GPUs can do"
+    )
+    parser.add_argument(
+        "--lr",
+        type=real_number(),
+        default=default_lr,
+        help="peak learning rate of a new run (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--clip-norm", type=real_number(), metavar="NORM", help="largest norm of the gradient"
+    )
+    parser.add_argument("--seed", type=number_of(0, 2**32), default=0)
+    parser.add_argument(
+        "--metrics", metavar="PATH", help="a .jsonl or .csv file, or FOLDER/ for TensorBoard"
+    )
+
+
+def number_of(least: int, most: int = 10**12) -> Callable[[str], int]:
+    """An argparse type: a whole number from ``least`` to ``most``."""
+
+    def parse(text: str) -> int:
+        if not (
+            text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= most
+        ):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a whole number from {least} to {most}"
+            )
+        return int(text)
+
+    return parse
+
+
+def real_number(*, zero: bool = False) -> Callable[[str], float]:
+    """An argparse type: a finite number above 0, or 0 as well."""
+
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = -1.0
+        if not (0 < number < math.inf or (zero and number == 0)):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number {'>=' if zero else '>'} 0")
+        return number
+
+    return parse
+
+
+def global_batch_size(arguments: argparse.Namespace, world: World, default: int) -> int:
+    """The one of the command line, else the job's (DDP_SLURM_GLOBAL_BATCH_SIZE), else ``default``."""
+    if arguments.batch_size is not None:
+        return int(arguments.batch_size) * world.world_size
+    if arguments.global_batch_size is not None:
+        return int(arguments.global_batch_size)
+    planned = os.environ.get("DDP_SLURM_GLOBAL_BATCH_SIZE", "")
+    if not planned:
+        return default
+    if not (planned.isascii() and planned.isdigit() and int(planned) > 0):
+        raise LaunchError(
+            f"{world.place}: DDP_SLURM_GLOBAL_BATCH_SIZE={planned!r} is not a whole number >= 1"
+        )
+    return int(planned)

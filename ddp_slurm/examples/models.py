@@ -1,0 +1,104 @@
+"""The examples' models."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class TinyMlp(nn.Module):
+    """Two layers, for synthetic data: (n, features) to (n, classes)."""
+
+    def __init__(self, features: int = 32, classes: int = 10, hidden: int = 128) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(features, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, classes),
+        )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.layers(inputs)
+        return outputs
+
+
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions around a shortcut. Source: He et al. 2015, arXiv:1512.03385, basic block."""
+
+    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(channels)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels_in != channels:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(channels_in, channels, 1, stride, bias=False), nn.BatchNorm2d(channels)
+            )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        out = F.relu(self.norm1(self.conv1(inputs)), inplace=True)
+        return F.relu(self.norm2(self.conv2(out)) + self.shortcut(inputs), inplace=True)
+
+
+class CifarResNet(nn.Module):
+    """A ResNet for images of (n, 3, 32, 32).
+
+    Args:
+        blocks: residual blocks of each stage; (2, 2, 2, 2) with width 64 is ResNet-18 in the form usual for CIFAR-10.
+        width: channels of the first stage; each stage doubles them and halves the image.
+    """
+
+    def __init__(
+        self, blocks: tuple[int, ...] = (1, 1, 1), width: int = 16, classes: int = 10
+    ) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+        )
+        stages: list[nn.Module] = []
+        channels = width
+        for stage, count in enumerate(blocks):
+            for i in range(count):
+                next_channels = width * 2**stage
+                stages.append(
+                    ResidualBlock(channels, next_channels, 2 if stage > 0 and i == 0 else 1)
+                )
+                channels = next_channels
+        self.stages = nn.Sequential(*stages)
+        self.head = nn.Linear(channels, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.stages(self.stem(images)).mean(dim=(2, 3))
+        logits: Tensor = self.head(features)
+        return logits
+
+
+def resnet18(classes: int = 10) -> CifarResNet:
+    """ResNet-18 for 32x32 images: 11.2 million parameters."""
+    return CifarResNet((2, 2, 2, 2), 64, classes)
+
+
+def small_resnet(classes: int = 10) -> CifarResNet:
+    """78 thousand parameters: learns CIFAR-10 on a few CPU cores too."""
+    return CifarResNet((1, 1, 1), 16, classes)
+
+
+def to_channels_last(model: nn.Module) -> nn.Module:
+    """Lay the convolutions out as tensor cores want them.
+
+    A 1x1 kernel is the same bytes in both layouts, so torch would leave its strides; its gradient comes with those of
+    channels_last, and DDP copies and warns where they differ.
+    """
+    for parameter in model.parameters():
+        if parameter.ndim == 4:
+            _, channels, height, width = parameter.shape
+            strides = (channels * height * width, 1, width * channels, channels)
+            parameter.data = parameter.data.contiguous(
+                memory_format=torch.channels_last
+            ).as_strided(parameter.shape, strides)
+    return model

@@ -1,0 +1,69 @@
+"""``--container ENGINE:IMAGE`` and ``--mount``: reading and checking them."""
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from ddp_slurm.schema.fields import plain_text
+
+ENGINES = {
+    "docker": "a docker image, as in docker:nvcr.io/nvidia/pytorch:25.01-py3",
+    "apptainer": "an image file or an address, as in apptainer:/images/torch.sif or apptainer:docker://pytorch/pytorch",
+    "pyxis": "an image file or enroot's address, as in pyxis:/images/torch.sqsh or pyxis:nvcr.io#nvidia/pytorch:25.01",
+}
+SEPARATORS = re.compile(r'[,:"\\]')
+"""docker, apptainer and pyxis split mounts at these, each in its own way and without an escape that all know."""
+
+
+@dataclass(frozen=True)
+class Container:
+    """``ENGINE:IMAGE`` of --container."""
+
+    engine: str
+    image: str
+
+    @classmethod
+    def read(cls, value: Any) -> "Container":
+        """Raises ValueError."""
+        if isinstance(value, cls):
+            return value
+        engine, colon, image = plain_text(value).partition(":")
+        if engine not in ENGINES or not colon:
+            raise ValueError(f"{value!r} is not ENGINE:IMAGE; the engines are {', '.join(ENGINES)}")
+        image = os.path.expanduser(image)
+        if not re.fullmatch(r"[^\s-]\S*( \S+)*", image) or (engine == "docker" and " " in image):
+            raise ValueError(f"{value!r}: {image!r} is not {ENGINES[engine]}")
+        return cls(engine=engine, image=image)
+
+
+@dataclass(frozen=True)
+class Mount:
+    """``SOURCE[:TARGET[:ro]]`` of --mount; the target is the source's path where it is not said."""
+
+    source: str
+    target: str
+    read_only: bool = False
+
+    @classmethod
+    def read(cls, value: Any) -> "Mount":
+        """Raises ValueError."""
+        if isinstance(value, cls):
+            return value
+        source, *rest = plain_text(value).split(":")
+        source = os.path.expanduser(source)
+        mode = rest.pop() if rest[-1:] in (["ro"], ["rw"]) else "rw"
+        target = rest[0] if rest else source
+        if len(rest) > 1 or not (source.startswith("/") and target.startswith("/")):
+            raise ValueError(
+                f"{value!r} is not SOURCE[:TARGET[:ro]] with absolute paths, as in /data:/mnt/data:ro"
+            )
+        if SEPARATORS.search(source + target):
+            raise ValueError(
+                f"{value!r}: a path with a comma, a quote or a backslash cannot be mounted"
+            )
+        return cls(source=source, target=target, read_only=mode == "ro")
+
+    @property
+    def text(self) -> str:
+        return f"{self.source}:{self.target}" + (":ro" if self.read_only else "")

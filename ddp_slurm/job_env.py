@@ -1,0 +1,100 @@
+"""What a job tells its ranks, through environment variables.
+
+Every variable of this project stands here and nowhere else. Standard library only: every rank
+imports this.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.hostlist import HostlistError, compress_tasks_per_node, expand_tasks_per_node
+
+WORLD_SIZE = "DDP_SLURM_WORLD_SIZE"
+TASKS_PER_NODE = "DDP_SLURM_TASKS_PER_NODE"
+GLOBAL_BATCH_SIZE = "DDP_SLURM_GLOBAL_BATCH_SIZE"
+SHARES = "DDP_SLURM_SHARES"
+BALANCE = "DDP_SLURM_BALANCE"
+REQUEUE_MARKER = "DDP_SLURM_REQUEUE_MARKER"
+
+
+class JobEnvError(DdpSlurmError, ValueError):
+    """A DDP_SLURM_* variable whose value the job script would not have set."""
+
+
+@dataclass(frozen=True)
+class JobEnv:
+    """The plan of a job, as its ranks see it. A field is None where the variable is not set."""
+
+    world_size: int | None = None
+    """DDP_SLURM_WORLD_SIZE: ranks of the whole job. Every rank checks its world against it."""
+    tasks_per_node: tuple[int, ...] | None = None
+    """DDP_SLURM_TASKS_PER_NODE: ranks on each node, in the order of node ranks, as ``1,2(x3)``."""
+    global_batch_size: int | None = None
+    """DDP_SLURM_GLOBAL_BATCH_SIZE: samples of one optimizer step over all ranks."""
+    shares: tuple[int, ...] | None = None
+    """DDP_SLURM_SHARES: samples of the global batch for each rank, as ``54(x3),18,5``."""
+    balance: str | None = None
+    """DDP_SLURM_BALANCE: ``equal``, ``planned`` (by a file of speeds), or ``measured``: the ranks
+    measure their speed at the start and choose the shares themselves."""
+    requeue_marker: str | None = None
+    """DDP_SLURM_REQUEUE_MARKER: path of the file that rank 0 creates after it stopped before the
+    time limit with a good snapshot: the job script then requeues the job."""
+
+    def to_environ(self) -> dict[str, str]:
+        """The variables of all fields that are not None."""
+        values = {
+            WORLD_SIZE: _number_text(self.world_size),
+            TASKS_PER_NODE: _counts_text(self.tasks_per_node),
+            GLOBAL_BATCH_SIZE: _number_text(self.global_batch_size),
+            SHARES: _counts_text(self.shares),
+            BALANCE: self.balance,
+            REQUEUE_MARKER: self.requeue_marker,
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] | None = None) -> "JobEnv":
+        """Read ``environ`` (default ``os.environ``); an empty variable counts as not set.
+
+        Raises JobEnvError with the variable and its value.
+        """
+        given = os.environ if environ is None else environ
+        env = {name: value for name, value in given.items() if value}
+        return cls(
+            world_size=_number(env, WORLD_SIZE),
+            tasks_per_node=_counts(env, TASKS_PER_NODE),
+            global_batch_size=_number(env, GLOBAL_BATCH_SIZE),
+            shares=_counts(env, SHARES),
+            balance=env.get(BALANCE),
+            requeue_marker=env.get(REQUEUE_MARKER),
+        )
+
+
+def _number_text(number: int | None) -> str | None:
+    return None if number is None else str(number)
+
+
+def _counts_text(counts: tuple[int, ...] | None) -> str | None:
+    return None if counts is None else compress_tasks_per_node(counts)
+
+
+def _number(env: Mapping[str, str], name: str) -> int | None:
+    text = env.get(name)
+    if text is None:
+        return None
+    if not re.fullmatch("[1-9][0-9]{0,8}", text):
+        raise JobEnvError(f"{name}={text!r} is not a whole number >= 1")
+    return int(text)
+
+
+def _counts(env: Mapping[str, str], name: str) -> tuple[int, ...] | None:
+    text = env.get(name)
+    if text is None:
+        return None
+    try:
+        return tuple(expand_tasks_per_node(text))
+    except HostlistError as error:
+        raise JobEnvError(f"{name}={text!r}: {error}") from None

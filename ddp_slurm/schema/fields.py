@@ -1,0 +1,219 @@
+"""The kinds of value in cluster.yaml, job.yaml and on the command line, each checked where it is read.
+
+Everything here ends in a shell script, an #SBATCH line, slurm.conf or an ssh command, so each kind says what it
+accepts and refuses the rest with the value and an example.
+"""
+
+import re
+from typing import Any
+
+from ddp_slurm.schema.schema import Invalid, KeyPath, Reader, mapping_of, short
+
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\u0085\u2028\u2029]")
+
+
+def _matching(pattern: str, wanted: str) -> Reader[str]:
+    compiled = re.compile(pattern)
+
+    def check(value: Any) -> str:
+        if not isinstance(value, str):
+            raise ValueError(f"{short(value)} is not {wanted}")
+        if not compiled.fullmatch(value):
+            raise ValueError(f"{value!r} is not {wanted}")
+        return value
+
+    return check
+
+
+def one_of(*words: str) -> Reader[str]:
+    """Reader of one of a few words."""
+
+    def check(value: Any) -> str:
+        if value not in words:
+            raise ValueError(f"{short(value)} is not accepted here; {' and '.join(words)} are")
+        return str(value)
+
+    return check
+
+
+def one_line(value: Any) -> str:
+    """Text without control characters: a newline would begin another directive or command."""
+    if not isinstance(value, str):
+        raise ValueError(f"{short(value)} is not a text")
+    if CONTROL_CHARACTERS.search(value):
+        raise ValueError(
+            f"{value!r} has a newline or another control character in it; it must be one line"
+        )
+    return value
+
+
+def plain_text(value: Any) -> str:
+    """One line in which nothing asks for a command's output: it would stay literal, or run on the wrong machine."""
+    text = one_line(value)
+    if "$(" in text or "`" in text:
+        raise ValueError(
+            f"{text!r} has a command substitution in it; it is not run here: write its result, or use setup"
+        )
+    return text
+
+
+def filled_text(value: Any) -> str:
+    """Plain text that says something: the name of a file or of an environment."""
+    text = plain_text(value)
+    if not text.strip():
+        raise ValueError(f"{text!r} names nothing; leave it out, or give a value")
+    return text
+
+
+def env_name(value: Any) -> str:
+    """A variable's name that is not the launcher's business."""
+    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
+        raise ValueError(
+            f"{short(value)} is not a variable's name; letters, digits and _ are accepted"
+        )
+    if value in ("CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        raise ValueError(f"{value!r} differs from rank to rank; the launcher sets it")
+    if value in ("UID", "EUID", "PPID", "SHELLOPTS", "BASHOPTS", "BASH_VERSINFO"):
+        raise ValueError(f"{value!r} is bash's own and cannot be set")
+    return value
+
+
+_read_env = mapping_of(env_name, plain_text)
+
+
+def env(value: Any) -> dict[str, str]:
+    """Variables for the ranks. Their values stay as they are written, so none can be added to its old one here."""
+    variables = _read_env(value)
+    faults: list[tuple[KeyPath, str]] = [
+        (
+            (name,),
+            f"{text!r} stays as it is written; to add to a variable: --setup 'export {name}={text}'",
+        )
+        for name, text in variables.items()
+        if re.search(rf"\$(\{{{name}\b|{name}\b)", text)
+    ]
+    if faults:
+        raise Invalid(faults)
+    return variables
+
+
+def whole_number(value: Any) -> int:
+    """An int >= 0 written in plain digits; ``int()`` would take 1_0, +4 and other alphabets' digits too."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if not (isinstance(value, str) and re.fullmatch(r"[0-9]{1,9}", value)):
+        raise ValueError(f"{short(value)} is not a whole number, such as 4")
+    return int(value)
+
+
+def positive_number(value: Any) -> int:
+    number = whole_number(value)
+    if number == 0:
+        raise ValueError("0 is too few; it must be 1 or more")
+    return number
+
+
+def port(value: Any) -> int:
+    number = positive_number(value)
+    if number > 65535:
+        raise ValueError(f"{number} is not a port; the highest is 65535")
+    return number
+
+
+MAX_GPUS_OF_A_NODE = 1024
+"""A slip of the finger, or a plan that takes minutes."""
+
+
+def gpu_count(value: Any) -> int:
+    number = positive_number(value)
+    if number > MAX_GPUS_OF_A_NODE:
+        raise ValueError(
+            f"{number} GPUs are more than a machine has; {MAX_GPUS_OF_A_NODE} at most are accepted"
+        )
+    return number
+
+
+def seconds(value: Any) -> float:
+    """A time >= 0, such as 0.004 or 4e-3."""
+    if isinstance(value, str) and re.fullmatch(r"[0-9]*\.?[0-9]+([eE]-?[0-9]{1,2})?", value):
+        return float(value)
+    raise ValueError(f"{short(value)} is not a number of seconds >= 0, such as 0.004")
+
+
+MEMORY_FORM = "a whole number with K, M, G or T, such as 64G"
+_MEMORY_MB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
+
+
+def memory_mb(value: Any) -> int:
+    """Slurm's memory sizes in MiB. Its bare number means MiB, which hardly anybody expects, so a unit is asked for."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    match = (
+        re.fullmatch(r"([0-9]{1,12})([KMGT])", value, re.IGNORECASE)
+        if isinstance(value, str)
+        else None
+    )
+    megabytes = int(int(match[1]) * _MEMORY_MB[match[2].upper()]) if match else 0
+    if megabytes < 1:
+        hint = (
+            f": Slurm reads it as MiB; write {value}M or {value}G"
+            if str(value).isdigit() and value != "0"
+            else ""
+        )
+        raise ValueError(f"{short(value)} is not a memory size{hint or f'; write {MEMORY_FORM}'}")
+    return megabytes
+
+
+def memory_text(megabytes: int) -> str:
+    """The shortest exact form of a size in MiB that Slurm reads: ``30G``, ``1500M``."""
+    return f"{megabytes // 1024}G" if megabytes % 1024 == 0 else f"{megabytes}M"
+
+
+word = _matching(
+    r"[A-Za-z0-9_][A-Za-z0-9_.+@-]*", "a plain word; letters, digits and _ . - + @ are accepted"
+)
+"""A partition, account, QOS or cluster name."""
+
+partitions = _matching(
+    r"[A-Za-z0-9_][A-Za-z0-9_.,+@-]*", "a partition, or several with commas between them"
+)
+gpu_type = _matching(
+    r"[A-Za-z0-9_][A-Za-z0-9_.-]*",
+    "a gres type; letters, digits and _ . - are accepted, as in a100 or rtx_3090",
+)
+host_name = _matching(
+    r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?",
+    "a host name; letters, digits, - and . are accepted, as in gpu[01-04]",
+)
+address = _matching(
+    r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(%[A-Za-z0-9_.-]+)?",
+    "a host name or an IPv4 or IPv6 address",
+)
+interface_name = _matching(
+    r"[A-Za-z0-9_][A-Za-z0-9_.@:-]{0,14}", "a network interface's name, such as eno1"
+)
+constraint = _matching(
+    r"[A-Za-z0-9_.+&|,!*()\[\]-]+", "a constraint in Slurm's words, such as volta&nvlink"
+)
+user_name = _matching(r"[A-Za-z_][A-Za-z0-9_.-]*", "a user's name")
+time_limit = _matching(
+    r"[0-9]{1,9}(:[0-9]{1,2}){0,2}|[0-9]{1,9}-[0-9]{1,2}(:[0-9]{1,2}){0,2}|UNLIMITED|INFINITE",
+    "a time limit in Slurm's format: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S, such as 12:00:00 for twelve hours",
+)
+
+
+def limit_seconds(time_limit: str) -> int | None:
+    """A checked time limit in seconds, None for one without an end.
+
+    >>> [limit_seconds(text) for text in ("90", "1:30", "2:00:00", "1-12", "1-00:30", "UNLIMITED", "0")]
+    [5400, 90, 7200, 129600, 88200, None, None]
+    """
+    if not time_limit[0].isdigit():
+        return None
+    days, dash, rest = time_limit.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return (
+        int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
+        or None
+    )

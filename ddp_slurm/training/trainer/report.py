@@ -1,0 +1,122 @@
+"""What rank 0 prints: the table of ranks, progress, the first step. rich on a terminal, plain lines in a log."""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+
+from ddp_slurm.console import table
+from ddp_slurm.training.process_group.startup_check import RankFacts
+
+MOST_RANKS_IN_A_LINE = 16
+
+IMPORTED_AT = time.time()
+
+
+def process_started_at() -> float:
+    """Seconds since 1970 at which this process started. Source: proc(5), /proc/PID/stat, field 22."""
+    with open("/proc/self/stat") as file:
+        ticks = int(file.read().rpartition(")")[2].split()[19])
+    with open("/proc/uptime") as file:
+        uptime = float(file.read().split()[0])
+    return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def rank_table(ranks: Sequence[RankFacts], shares: Sequence[int]) -> str:
+    """The table of ranks as plain text."""
+    rows = [("rank", "node", "local rank", "device", "share")]
+    for fact, share in zip(ranks, shares, strict=True):
+        device = f"cuda:{fact.device_index} {fact.device_name}" if fact.visible_gpus else "cpu"
+        rows.append((str(fact.rank), fact.node_name, str(fact.local_rank), device, str(share)))
+    return table(rows)
+
+
+def print_rank_table(ranks: Sequence[RankFacts], shares: Sequence[int]) -> None:
+    """``rank_table`` on standard output, with lines around it on a terminal."""
+    if _is_terminal():
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(
+            "rank", "node", "local rank", "device", "share", title=f"world of {len(ranks)}"
+        )
+        for line in rank_table(ranks, shares).splitlines()[1:]:
+            rank, node, local, *device, share = line.split()
+            table.add_row(rank, node, local, " ".join(device), share)
+        Console().print(table)
+    else:
+        say(rank_table(ranks, shares))
+
+
+def say(text: str) -> None:
+    """Print a line at once: a log is read while the job runs, and a killed process flushes nothing."""
+    print(text, flush=True)
+
+
+def progress_line(
+    *,
+    epoch: int,
+    epochs: int,
+    step: int,
+    steps: int,
+    loss: float,
+    rates: Sequence[float],
+    left_seconds: float,
+) -> str:
+    """``epoch 2/5  step 30/98  loss 1.2345  5,230 images/s (ranks: 400 1,210 ...)  ETA 0:01:02``."""
+    if len(rates) <= MOST_RANKS_IN_A_LINE:
+        by_rank = " ".join(f"{rate:,.0f}" for rate in rates)
+    else:
+        by_rank = f"{min(rates):,.0f} to {max(rates):,.0f}"
+    return (
+        f"epoch {epoch}/{epochs}  step {step}/{steps}  loss {loss:.4f}  {sum(rates):,.0f} images/s "
+        f"(ranks: {by_rank})  ETA {timedelta(seconds=round(left_seconds))}"
+    )
+
+
+class ProgressPrinter:
+    """Prints progress lines; on a terminal above a bar of the epoch."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._bar = None
+        if _is_terminal():
+            from rich.progress import Progress
+
+            self._bar = Progress(transient=True)
+            self._task = self._bar.add_task("epoch", total=total_steps)
+            self._bar.start()
+
+    def update(self, done_steps: int, line: str) -> None:
+        if self._bar is None:
+            say(line)
+        else:
+            self._bar.console.print(line, highlight=False)
+            self._bar.update(self._task, completed=done_steps)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def first_step_line(rendezvous_seconds: float) -> str:
+    """When the first optimizer step was finished, and where the seconds since the start of the process went."""
+    now, started = time.time(), process_started_at()
+    imports = IMPORTED_AT - started
+    rest = now - started - imports - rendezvous_seconds
+    stamp = datetime.fromtimestamp(now).isoformat(timespec="milliseconds")
+    return (
+        f"first optimizer step finished at {stamp}, {now - started:.2f} s after the process started: "
+        f"python and imports {imports:.2f} s, rendezvous {rendezvous_seconds:.2f} s, "
+        f"data, model and step {rest:.2f} s"
+    )
+
+
+def _is_terminal() -> bool:
+    if not sys.stdout.isatty():
+        return False
+    try:
+        import rich  # noqa: F401
+    except ImportError:
+        return False
+    return True

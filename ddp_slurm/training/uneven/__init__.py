@@ -1,0 +1,1 @@
+"""Exact training on uneven shares: sampler, gradients, batch norm statistics, calibration."""

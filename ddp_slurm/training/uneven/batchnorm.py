@@ -1,0 +1,102 @@
+"""BatchNorm's running statistics on uneven ranks: averaged by sample count, never silently those of rank 0.
+
+Each rank's BatchNorm sees its own share only, so the running statistics differ by rank. (SyncBatchNorm, on GPUs, sees
+the whole batch and needs none of this.) InstanceNorm's, where it keeps some, are no different. DDP's
+``broadcast_buffers`` would overwrite all of them with rank 0's, on uneven ranks perhaps those of the smallest share:
+switch it off.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+
+class BatchNormStatistics:
+    """Counts this rank's samples and averages the running statistics of all ranks by these counts.
+
+    Args:
+        model: the module itself, or its DDP wrapper.
+        group: for the reduction; None is the default group.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        self._layers = {
+            name: layer
+            for name, layer in inner.named_modules()
+            if isinstance(layer, _NormBase) and layer.track_running_stats
+        }
+        self._group = group
+        self.samples = 0
+
+    def count(self, samples: int) -> None:
+        """Add the samples that this rank's last forward in training mode has seen."""
+        self.samples += samples
+
+    @torch.no_grad()
+    def averaged(self) -> dict[str, Tensor]:
+        """The averaged statistics under their ``state_dict`` keys; the model keeps its own. All ranks call it.
+
+        Means and variances are each weighted by the samples a rank saw since the last ``synchronize``. Before the first
+        sample of any rank the ranks count equally.
+        """
+        buffers = self._buffers()
+        if not buffers or not dist.is_initialized() or dist.get_world_size(self._group) == 1:
+            return {name: buffer.clone() for name, buffer in buffers.items()}
+        floats = [buffer for buffer in buffers.values() if buffer.is_floating_point()]
+        # float64: a count beyond 2**24 times a statistic must not round.
+        flat = torch.cat([buffer.double().flatten() for buffer in floats])
+        weight = flat.new_full((1,), float(self.samples))
+        total = weight.clone()
+        dist.all_reduce(total, group=self._group)
+        flat = torch.cat(
+            [flat * weight if total > 0 else flat, weight if total > 0 else weight + 1]
+        )
+        dist.all_reduce(flat, group=self._group)
+        averages = iter(torch.split(flat[:-1] / flat[-1], [buffer.numel() for buffer in floats]))
+        result = {}
+        for name, buffer in buffers.items():
+            if buffer.is_floating_point():
+                result[name] = next(averages).to(buffer.dtype).reshape(buffer.shape)
+            else:
+                batches = (
+                    buffer.clone()
+                )  # num_batches_tracked: a rank without samples counted fewer
+                dist.all_reduce(batches, op=dist.ReduceOp.MAX, group=self._group)
+                result[name] = batches
+        return result
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Give every rank the averaged statistics, and count anew. Before evaluation; all ranks call it."""
+        for (_, buffer), average in zip(
+            self._buffers().items(), self.averaged().values(), strict=True
+        ):
+            buffer.copy_(average)
+        self.samples = 0
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return {
+            f"{name}.{key}" if name else key: buffer
+            for name, layer in self._layers.items()
+            for key, buffer in layer.named_buffers(recurse=False)
+        }
+
+    def own_state(self) -> dict[str, object]:
+        """This rank's unaveraged statistics on the CPU, for an exact continuation in the same world."""
+        return {
+            "samples": self.samples,
+            "buffers": {
+                name: buffer.detach().cpu().clone() for name, buffer in self._buffers().items()
+            },
+        }
+
+    @torch.no_grad()
+    def load_own_state(self, state: dict[str, object]) -> None:
+        """Put back what ``own_state`` gave on the same rank of a world with the same shares."""
+        buffers = state["buffers"]
+        assert isinstance(buffers, dict)
+        for name, buffer in self._buffers().items():
+            buffer.copy_(buffers[name])
+        self.samples = int(str(state["samples"]))
