@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
 from ddp_slurm.backends.processes import Process, run_all
-from ddp_slurm.backends.sbatch import clean_environ
 from ddp_slurm.cluster.this_machine import visible_gpus
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.plan import Plan
+from ddp_slurm.slurm_client.commands import clean_environ
 
 HOST = "127.0.0.1"
 

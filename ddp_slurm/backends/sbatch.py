@@ -1,31 +1,16 @@
 """Submits a rendered script through the sbatch of this machine."""
 
 import os
-import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ddp_slurm.errors import DdpSlurmError
-
-KEPT_VARIABLES = ("SLURM_CONF",)
+from ddp_slurm.slurm_client.commands import clean_environ
 
 
 class SubmitError(DdpSlurmError):
     """Slurm did not take the job."""
-
-
-def clean_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what a surrounding Slurm job left in it.
-
-    sbatch reads SLURM_* and SBATCH_* as options: submitted from inside a job, the outer one's sizes and gres would
-    override the script's ("Invalid generic resource").
-    """
-    return {
-        name: value
-        for name, value in environ.items()
-        if name in KEPT_VARIABLES or not re.match(r"(SLURM|SBATCH|SRUN|SALLOC)_", name)
-    }
 
 
 def check_setup(lines: Sequence[str]) -> None:

@@ -6,12 +6,12 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ddp_slurm.backends.sbatch import clean_environ
 from ddp_slurm.cluster.machines import Cluster, Node, NodeEntry, Ssh
 from ddp_slurm.cluster.write import cluster_yaml
 from ddp_slurm.console import say
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.schema.schema import Invalid
+from ddp_slurm.slurm_client.commands import clean_environ
 
 TIMEOUT_SECONDS = 60
 UNUSABLE = {

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from ddp_slurm.backends.sbatch import clean_environ
 from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.slurm_client.commands import clean_environ
 
 FINAL_STATES = frozenset(
     {

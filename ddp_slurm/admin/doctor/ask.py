@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_slurm.admin.doctor.snapshot import parse_slurm_nodes
-from ddp_slurm.backends.sbatch import clean_environ
 from ddp_slurm.cluster import Cluster, Node
 from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.slurm_client.commands import clean_environ
 from ddp_slurm.ssh.remote import RemoteError, Result, Runner, run
 
 SRUN_PATIENCE_SECONDS = 60
