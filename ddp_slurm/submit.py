@@ -11,7 +11,7 @@ from ddp_slurm import console
 from ddp_slurm.backends import sbatch
 from ddp_slurm.errors import counted
 from ddp_slurm.files import write_whole
-from ddp_slurm.job.log_path import runs_folder, with_log_path
+from ddp_slurm.job.log_path import make_log_folder, runs_folder
 from ddp_slurm.job.options import JobOptions, OptionsError
 from ddp_slurm.plan import Plan
 from ddp_slurm.plan.request import DEFAULT_CLUSTER, Request, plan_request
@@ -74,11 +74,15 @@ def add_submit_options(parser: console.Parser) -> None:
 
 
 def _request(
-    cluster: Path | None, job: Path | None, command: list[str], options: dict[str, Any]
+    cluster: Path | None,
+    job: Path | None,
+    command: list[str],
+    options: dict[str, Any],
+    backend: str,
 ) -> Request:
     given = {name: value for name, value in options.items() if value is not None}
     words = command[1:] if command[:1] == ["--"] else command
-    return Request(cluster, job, given | ({"command": words} if words else {}))
+    return Request(cluster, job, given | ({"command": words} if words else {}), backend)
 
 
 def show_plan(
@@ -87,8 +91,9 @@ def show_plan(
     """Show who would run where: the table of nodes, ranks and shares. Submits nothing."""
     from ddp_slurm.plan.table import plan_table
 
-    request = _request(cluster, job, command, options)
-    print(plan_table(plan_request(request, local=not sbatch.is_available())), end="")
+    backend = "sbatch" if sbatch.is_available() else "local"
+    request = _request(cluster, job, command, options, backend)
+    print(plan_table(plan_request(request)), end="")
 
 
 def submit(
@@ -103,7 +108,6 @@ def submit(
     **options: Any,
 ) -> None:
     """Train on all GPUs of the cluster: plan the job, render it and start it. Prints the job's id on stdout."""
-    request = _request(cluster, job, command, options)
     if script is not None:
         if backend not in ("auto", "sbatch"):
             raise OptionsError(
@@ -113,14 +117,16 @@ def submit(
             raise OptionsError(
                 "--script submits nothing that --follow could wait for; give one of them"
             )
+        request = _request(cluster, job, command, options, "sbatch")
         _write_script(plan_request(request), script, dry_run=dry_run)
         return
     chosen = _choose(backend, dry_run)
+    request = _request(cluster, job, command, options, chosen)
     if chosen == "torchrun" and request.cluster is None and not DEFAULT_CLUSTER.exists():
         raise OptionsError(
             "--backend torchrun needs a cluster.yaml with the machines, here or by --cluster FILE"
         )
-    plan = plan_request(request, local=chosen == "local")
+    plan = plan_request(request)
     if not plan.options.command:
         raise OptionsError(
             "no command: put what every rank runs after --, as in: -- python train.py"
@@ -129,7 +135,6 @@ def submit(
     if chosen in ("local", "torchrun"):
         _run_in_the_terminal(plan, chosen, _cluster_file(request), dry_run=dry_run)
     else:
-        plan = with_log_path(plan, make_folder=not dry_run)
         _submit_to_slurm(plan, chosen, _cluster_file(request), dry_run=dry_run, follow=follow)
 
 
@@ -147,12 +152,12 @@ def _run_in_the_terminal(
     from ddp_slurm.runs.foreground import run_and_keep
 
     place = local if backend == "local" else torchrun
-    if "output" in plan.options.given:
-        plan = with_log_path(plan, make_folder=not dry_run)
     text = place.describe(plan)
     if dry_run:
         print(text, end="")
         return
+    if "output" in plan.options.given:
+        make_log_folder(plan.options)
     status = run_and_keep(
         plan, backend=backend, script=text, run=place.run, cluster_file=cluster_file
     )
@@ -172,6 +177,7 @@ def _submit_to_slurm(
     if dry_run:
         print(script, end="")
         return
+    make_log_folder(plan.options)
     from ddp_slurm.runs.run_folder import keep_run, make_runs_folder
 
     make_runs_folder(runs)
@@ -218,10 +224,11 @@ def _write_script(plan: Plan, path: Path, *, dry_run: bool) -> None:
     sbatch.check_setup(plan.options.setup)
     if not dry_run:
         _check_script(path)
-    text = render_sbatch(with_log_path(plan, make_folder=not dry_run))
+    text = render_sbatch(plan)
     if dry_run:
         print(text, end="")
         return
+    make_log_folder(plan.options)
     has_values = plan.options.env or any(component.env for component in plan.components)
     write_whole(path, text, mode=0o700 if has_values else 0o755)  # the values may be secrets
     console.say(f"wrote {path}: {plan.size}; start it with: {shlex.join(['sbatch', str(path)])}")

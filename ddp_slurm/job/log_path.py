@@ -1,4 +1,4 @@
-"""Where a job's log lies, and beside it the folders of what was submitted."""
+"""The path of a job's log, and of the folder of run folders beside it."""
 
 import os
 import pwd
@@ -7,78 +7,93 @@ from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
 
-from ddp_slurm.job.options import OptionsError
-from ddp_slurm.plan import Plan
+from ddp_slurm.job.options import JobOptions, OptionsError
 
 RUNS_FOLDER = "ddp_slurm_runs"
 
 
-def with_log_path(plan: Plan, *, make_folder: bool) -> Plan:
-    """The plan with ``~`` and ``$USER`` in the log's path expanded, and its folder made.
+def with_log_path(options: JobOptions, job_name: str) -> JobOptions:
+    """The options with ``~``, ``$USER`` and the folders' ``%x`` in ``output`` expanded.
 
-    Slurm takes these as they stand, and a job whose log folder is missing dies without a word.
+    Slurm does not expand them. Makes no folder. Raises OptionsError.
     """
-    given = plan.options.output
-    path = os.path.expandvars(os.path.expanduser(given))
+    folder, name = _checked_parts(options.output, job_name)
+    here = os.getcwd()
+    if "%" in here:  # Slurm puts it before a relative path, and then takes it for a pattern
+        folder = os.path.join(here, folder)
+    return options.replaced(output=os.path.join(folder.replace("%", "%%"), name))
+
+
+def _checked_parts(output: str, job_name: str) -> tuple[str, str]:
+    """The folder of the log, without patterns, and the name of its file, which may hold some."""
+    path = os.path.expandvars(os.path.expanduser(output))
     unknown = re.search(r"\$\w+|\$\{[^}]*\}", path)
     if unknown:
-        raise OptionsError(f"--output: {given!r}: the variable {unknown[0]} is not set here")
+        raise OptionsError(f"--output: {output!r}: the variable {unknown[0]} is not set here")
     pattern, name = os.path.split(path)
-    folder = _filled(pattern, {"%x": plan.name, "%u": user_name(), "%%": "%"})
+    folder = _filled(pattern, {"%x": job_name, "%u": user_name(), "%%": "%"})
     if folder is None:
         raise OptionsError(
-            f"--output: {given!r}: Slurm makes no folder, and of one only %x and %u are known before the job is "
-            "submitted; put the other patterns into the file's name"
+            f"--output: {output!r}: Slurm makes no folder, and in a folder's name only %x and %u "
+            "are known before the job is submitted; move the other patterns to the file's name"
         )
     if not name or os.path.isdir(os.path.join(folder, name)):
+        example = os.path.join(output, "%x-%j.out")
+        raise OptionsError(f"--output: {output!r} is a folder; name a file, as in {example!r}")
+    return folder, name
+
+
+def make_log_folder(options: JobOptions) -> None:
+    """Make the folder of a log whose path is expanded.
+
+    Slurm makes none, and a job without it ends without any message. Raises OptionsError.
+    """
+    folder = os.path.dirname(options.output).replace("%%", "%")
+    try:
+        os.makedirs(folder or ".", exist_ok=True)
+    except OSError as error:
         raise OptionsError(
-            f"--output: {given!r} is a folder; name a file, as in {os.path.join(given, '%x-%j.out')!r}"
-        )
-    if make_folder and folder:
-        try:
-            os.makedirs(folder, exist_ok=True)
-        except OSError as fault:
-            raise OptionsError(
-                f"--output: the folder {folder!r} cannot be made: {fault.strerror}"
-            ) from None
-    here = os.getcwd()
-    if "%" in here:  # Slurm puts it before the path, and then takes it for a pattern
-        folder = os.path.join(here, folder)
-    return plan.with_output(os.path.join(folder.replace("%", "%%"), name))
+            f"--output: the folder {folder!r} cannot be made: {error.strerror}"
+        ) from None
 
 
-def log_path(plan: Plan, job_id: str) -> str | None:
-    """The log file of a job. None for patterns of sbatch whose values are known on the cluster only."""
-    values = {"%x": plan.name, "%j": job_id, "%A": job_id, "%u": user_name(), "%%": "%"}
-    path = _filled(plan.options.output, values)
+def log_path(options: JobOptions, job_name: str, job_id: str) -> str | None:
+    """The log file of a job; None where ``output`` has patterns whose values only Slurm knows."""
+    values = {"%x": job_name, "%j": job_id, "%A": job_id, "%u": user_name(), "%%": "%"}
+    path = _filled(options.output, values)
     return path and os.path.abspath(path)
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str | None:
-    """The text with its patterns replaced, None where one is not among the values."""
+    """The text with its patterns replaced; None where one of them is not among the values."""
     parts = re.split(r"(%.)", text)
-    if any(part not in values for part in parts[1::2]):
+    patterns = parts[1::2]
+    if any(pattern not in values for pattern in patterns):
         return None
     return "".join(values.get(part, part) for part in parts)
 
 
 def runs_folder(output: str) -> Path:
-    """The folder of the run folders: beside the log, above the first part of its path that holds a pattern.
+    """The folder of the run folders: beside the log, above the first folder that has a pattern.
 
-    Beside a device such as /dev/null nothing is kept: then it is in the current folder.
+    Nothing can be kept beside a device such as /dev/null: then it is in the current folder.
     """
     if os.path.exists(output) and not os.path.isfile(output):
         output = "log"
-    parts = Path(output).parent.parts
-    fixed = [
-        part.replace("%%", "%")
-        for part in takewhile(lambda part: "%" not in part.replace("%%", ""), parts)
-    ]
-    return Path(os.path.abspath(os.path.join("", *fixed))) / RUNS_FOLDER
+    fixed = takewhile(_has_no_pattern, Path(output).parent.parts)
+    folder = os.path.join("", *(part.replace("%%", "%") for part in fixed))
+    return Path(os.path.abspath(folder)) / RUNS_FOLDER
+
+
+def _has_no_pattern(part: str) -> bool:
+    return "%" not in part.replace("%%", "")
 
 
 def user_name() -> str:
-    """Of the uid, as Slurm has it: the variables are another user's after a plain ``su``."""
+    """The name of this process's uid, as Slurm sees it.
+
+    $USER and $LOGNAME are another user's after a plain ``su``.
+    """
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:  # a bare uid, as in some containers

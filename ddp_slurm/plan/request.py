@@ -8,6 +8,7 @@ from typing import Any
 from ddp_slurm.cluster import Cluster
 from ddp_slurm.console import say
 from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.job.log_path import with_log_path
 from ddp_slurm.job.options import JobOptions, OptionsError
 from ddp_slurm.plan import Plan, make_plan
 from ddp_slurm.schema.schema import Invalid, fault_text
@@ -24,6 +25,8 @@ class Request:
     job: Path | None
     options: Mapping[str, Any]
     """JobOptions' fields as texts or lists of texts; only those that were given."""
+    backend: str = "sbatch"
+    """The one that will start the job."""
 
 
 def load_options(request: Request) -> JobOptions:
@@ -62,8 +65,9 @@ def load_cluster(path: Path | None, *, local: bool, gpus: int | None) -> Cluster
     return discover()
 
 
-def plan_request(request: Request, *, local: bool = False) -> Plan:
+def plan_request(request: Request) -> Plan:
     """The plan of a request. Raises one DdpSlurmError with the faults of the cluster's file and of the options."""
+    local = request.backend == "local"
     faults = []
     options, cluster = None, None
     try:
@@ -74,6 +78,17 @@ def plan_request(request: Request, *, local: bool = False) -> Plan:
         cluster = load_cluster(request.cluster, local=local, gpus=options.gpus if options else None)
     except DdpSlurmError as fault:
         faults.append(str(fault))
-    if options is None or cluster is None:
+    if options is not None and _has_a_log_path(request, options):
+        name = options.name or (cluster.name if cluster else "")
+        try:
+            options = with_log_path(options, name)
+        except DdpSlurmError as fault:
+            faults.append(str(fault))
+    if options is None or cluster is None or faults:
         raise DdpSlurmError("\n".join(faults))
     return make_plan(cluster, options)
+
+
+def _has_a_log_path(request: Request, options: JobOptions) -> bool:
+    """Without ``output`` the log of a run in the terminal is in its run folder."""
+    return "output" in options.given or request.backend not in ("local", "torchrun")

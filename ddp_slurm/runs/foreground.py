@@ -49,7 +49,9 @@ def _keep(plan: Plan, backend: str, script: str, cluster_file: Path | None) -> R
     now, pid = time.time(), os.getpid()
     job_id = f"{backend}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime(now))}-{pid}"
     runs = runs_folder(plan.options.output)
-    asked_for = log_path(plan, job_id) if "output" in plan.options.given else None
+    asked_for = (
+        log_path(plan.options, plan.name, job_id) if "output" in plan.options.given else None
+    )
     return keep_run(
         plan,
         runs=runs,

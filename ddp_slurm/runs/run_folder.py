@@ -189,7 +189,7 @@ def keep_run(
             job_id,
             backend,
             os.getcwd(),
-            log or log_path(plan, job_id),
+            log or log_path(plan.options, plan.name, job_id),
             _utc(),
             asked.command,
             tuple(repeat),

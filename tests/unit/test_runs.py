@@ -235,7 +235,8 @@ def test_log_and_folder(
     uneven: Path, monkeypatch: pytest.MonkeyPatch, output: str, log: str | None, folder: str
 ) -> None:
     monkeypatch.setattr(os, "getcwd", lambda: "/w")
-    assert log_path(plan_of(uneven, output=output), "48") == log
+    options = JobOptions(output=output)
+    assert log_path(options, "lab", "48") == log
     assert runs_folder(output) == Path(folder) / RUNS_FOLDER
 
 

@@ -288,7 +288,7 @@ BAD = {
     ),
     "pattern in a folder": (
         ["--output", "l/%x/%j/x.out"],
-        "'l/%x/%j/x.out': Slurm makes no folder, and of one only",
+        "'l/%x/%j/x.out': Slurm makes no folder, and in a folder's name only %x and %u",
     ),
     "slash at the end": (
         ["--output", "logs/"],
