@@ -20,7 +20,7 @@ from ddp_slurm.examples.models import resnet18, small_resnet, to_channels_last
 from ddp_slurm.training import Trainer, World, equal_shares, init_distributed
 from ddp_slurm.training.data import ResidentImages
 from ddp_slurm.training.trainer.precision import choose_precision
-from ddp_slurm.training.uneven.calibrate import measured_shares
+from ddp_slurm.training.uneven.calibrate import TrainingStep, measured_shares
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -134,22 +134,18 @@ def main() -> None:
         precision = choose_precision(arguments.precision, world.ranks)
         equal = equal_shares(global_batch, world.world_size)
 
+        def first_samples(count: int) -> tuple[Tensor, Tensor]:
+            return next(data.batches(torch.arange(count) % samples, [(0, count)], epoch=0))
+
+        step = TrainingStep(model, cross_entropy, first_samples, world.device, precision.autocast)
+
         measured: list[tuple[float, float, float, float]] = []
         balanced: list[int] = []
         for _ in range(arguments.rounds):
             own = [0.0] * world.world_size
             alone = rate_alone(world, model, data, batch, steps, arguments.precision)
             dist.all_gather_object(own, alone, group=world.control)
-            balanced = measured_shares(
-                model,
-                data,
-                cross_entropy,
-                global_batch,
-                precision,
-                world.control,
-                micro_batch=global_batch,
-                models=[fact.device_name for fact in world.ranks],
-            )
+            balanced = measured_shares(step, global_batch, world.control)
             at_equal = rate_together(world, model, data, equal, arguments.precision)
             at_balanced = rate_together(world, model, data, balanced, arguments.precision)
             measured.append(

@@ -30,7 +30,12 @@ from ddp_slurm.training.trainer.precision import Precision, PrecisionError, choo
 from ddp_slurm.training.trainer.records import open_recorder
 from ddp_slurm.training.trainer.report import progress_line, rank_table
 from ddp_slurm.training.uneven import calibrate
-from ddp_slurm.training.uneven.calibrate import alike_made_equal, fit_line, measure_cost
+from ddp_slurm.training.uneven.calibrate import (
+    TrainingStep,
+    alike_made_equal,
+    fit_line,
+    measure_cost,
+)
 
 from .test_start_and_end import FACT
 from .workers import (
@@ -189,8 +194,7 @@ def test_a_disturbance_of_one_sweep_does_not_count(
 ) -> None:
     calls: list[int] = []
 
-    def seconds_of_step(*arguments: object, is_first: bool) -> float:
-        size = int(str(arguments[3]))
+    def seconds_of_step(step: object, work: object, size: int, *, is_first: bool) -> float:
         sweep = calls.count(size)
         calls.append(size)
         assert is_first is (sweep == 0)
@@ -198,11 +202,16 @@ def test_a_disturbance_of_one_sweep_does_not_count(
 
     monkeypatch.setattr(calibrate, "_seconds_of_step", seconds_of_step)
     source = ResidentTensors(*make_data(4, torch.float32), torch.device("cpu"))
-    cost = measure_cost(
-        torch.nn.Linear(1, 1), source, cross_entropy, 40, 64, Precision("fp32", "cpu")
-    )
+    cost = measure_cost(step_of(torch.nn.Linear(1, 1), source), 40, 64)
     assert calls == [20, 40, 60] * 3
     assert cost == pytest.approx((0.002, 0.0001))
+
+
+def step_of(model: torch.nn.Module, source: ResidentTensors) -> TrainingStep:
+    def first_samples(count: int) -> Batch:
+        return next(source.batches(torch.arange(count) % len(source), [(0, count)], epoch=0))
+
+    return TrainingStep(model, cross_entropy, first_samples, CPU)
 
 
 class SlowSource(ResidentTensors):
@@ -225,7 +234,7 @@ def test_what_is_measured_is_the_model_in_its_modes_and_not_the_loader(
 
     model = torch.nn.Sequential(make_model(torch.float32), Watched(4))
     source = SlowSource(*make_data(40, torch.float32), CPU)
-    alpha, beta = measure_cost(model, source, cross_entropy, 8, 64, Precision("fp32", "cpu"))
+    alpha, beta = measure_cost(step_of(model, source), 8, 64)
     assert alpha + 8 * beta < 0.05
     assert not any(modes), "SyncBatchNorm's forward would wait for the slowest rank"
     assert model[1].training

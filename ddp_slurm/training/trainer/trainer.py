@@ -26,7 +26,7 @@ from ddp_slurm.training.trainer.records import Recorder, open_recorder
 from ddp_slurm.training.trainer.report import print_rank_table, say
 from ddp_slurm.training.trainer.run_state import load_run_state, run_state
 from ddp_slurm.training.uneven.batchnorm import BatchNormStatistics
-from ddp_slurm.training.uneven.calibrate import measured_shares
+from ddp_slurm.training.uneven.calibrate import TrainingStep, measured_shares
 from ddp_slurm.training.uneven.gradients import (
     has_sync_batchnorm,
     loss_weight,
@@ -140,16 +140,18 @@ class Trainer:
     def _choose_shares(self, global_batch: int) -> list[int]:
         if os.environ.get("DDP_SLURM_BALANCE") != "measured":
             return self.world.planned_shares(global_batch)
-        return measured_shares(
+        step = TrainingStep(
             self.module,
-            self.train_data,
             self.loss_function,
-            global_batch,
-            self.precision,
-            self.world.control,
-            self.micro_batch,
-            [fact.device_name for fact in self.world.ranks],
+            self._any_batch,
+            self.world.device,
+            self.precision.autocast,
         )
+        return measured_shares(step, global_batch, self.world.control, self.micro_batch)
+
+    def _any_batch(self, samples: int) -> tuple[Tensor, Tensor]:
+        order = torch.arange(samples) % len(self.train_data)
+        return next(self.train_data.batches(order, [(0, samples)], epoch=0))
 
     def train(self) -> Result:
         """Run to the end, or to a stop that a signal asked for. All ranks return the same."""

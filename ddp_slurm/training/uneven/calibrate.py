@@ -1,151 +1,190 @@
-"""How fast each rank is: a short measurement at the start, from which ``split_batch`` makes the shares."""
+"""How fast each rank is: a short measurement at the start, from which ``split_batch`` makes shares."""
 
+import contextlib
 import copy
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_slurm.balance import equal_shares, split_batch
-from ddp_slurm.training.data import Source
 from ddp_slurm.training.random_state import random_state, set_random_state
-from ddp_slurm.training.trainer.evaluation import LossFunction
-from ddp_slurm.training.trainer.precision import Precision
 
-SWEEPS, REPEATS, ENOUGH_SECONDS = 3, 4, 0.3
-"""Each size is timed in several sweeps over all sizes, so that a disturbance must last through all of them to count."""
+SWEEPS = 3
+"""Each size is timed in several sweeps over all sizes: a disturbance only counts if it lasts
+through all of them."""
+REPEATS = 4
+"""Steps of one size in a sweep."""
+ENOUGH_SECONDS = 0.3
+"""A size whose steps took this long in a sweep is not repeated further."""
 ALIKE = 0.05
-"""Cards of one model whose times differ by less than this are equal: so much is as often noise as it is theirs, and
-where Python sets the pace a step costs nearly the same for any share, so that noise would move most of the batch."""
+"""Cards of one model whose times differ by less than this part are treated as equal. Differences
+of that size are as often noise as real, and where Python sets the pace a step costs nearly the
+same for any share, so that noise would move most of the batch."""
+
+Cost = tuple[float, float]
+"""``(alpha_seconds, beta_seconds_per_sample)``: a step of n samples takes alpha + beta * n."""
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """What is measured: forward, loss and backward of a batch, without communication or optimizer."""
+
+    model: nn.Module
+    """The module without DistributedDataParallel, on ``device``. A copy of it does the work."""
+    loss_function: Callable[[Any, Any], Tensor]
+    """(outputs, targets) to a scalar."""
+    get_batch: Callable[[int], tuple[Any, Any]]
+    """Number of samples to (inputs, targets) on ``device``; its time is not measured."""
+    device: torch.device
+    autocast: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+    """Makes the context of forward and loss, such as ``lambda: torch.autocast("cuda")``."""
 
 
 def measured_shares(
-    model: nn.Module,
-    source: Source,
-    loss_function: LossFunction,
+    step: TrainingStep,
     global_batch: int,
-    precision: Precision,
     control: dist.ProcessGroup,
-    micro_batch: int,
-    models: Sequence[str],
+    max_batch: int | None = None,
 ) -> list[int]:
-    """The shares that fit the ranks' measured speeds, the same on every rank. All ranks call it.
+    """Samples of a global batch per rank, by the measured speeds; the same list on every rank.
 
-    ``models`` names each rank's card. A rank is measured with ``micro_batch`` samples at most: more may not fit its
-    memory. ``model`` is the module without DDP; a copy of it does the work, and the random state is put back.
+    All ranks call it. Model, gradients and random state are afterwards as they were.
+
+    Args:
+        step: on this rank.
+        global_batch: samples of one optimizer step over all ranks.
+        control: a gloo group over all ranks.
+        max_batch: the most samples that are run at once, here and in training; more may not fit
+            the memory. None has no limit.
     """
-    shares = equal_shares(global_batch, dist.get_world_size(control))
-    for _ in range(
-        2
-    ):  # the second time around the shares of the first: a line fits best where it was measured
-        share = max(2, shares[dist.get_rank(control)], global_batch // (4 * len(shares)))
-        cost = measure_cost(model, source, loss_function, share, micro_batch, precision, control)
-        costs: list[tuple[float, float]] = [(0.0, 0.0)] * len(shares)
+    world_size = dist.get_world_size(control)
+    cards: list[str] = [""] * world_size
+    dist.all_gather_object(cards, card_name(step.device), group=control)
+    shares = equal_shares(global_batch, world_size)
+    limit = global_batch if max_batch is None else max_batch
+    # Twice, the second time around the shares of the first: a line fits best where it was measured.
+    for _ in range(2):
+        own_share = shares[dist.get_rank(control)]
+        share = max(2, own_share, global_batch // (4 * world_size))
+        cost = measure_cost(step, share, limit, control)
+        costs: list[Cost] = [(0.0, 0.0)] * world_size
         dist.all_gather_object(costs, cost, group=control)
-        shares = split_batch(
-            global_batch, alike_made_equal(costs, models, global_batch / len(shares))
-        )
+        costs = alike_made_equal(costs, cards, global_batch / world_size)
+        shares = split_batch(global_batch, costs)
     return shares
 
 
-def alike_made_equal(
-    costs: Sequence[tuple[float, float]], models: Sequence[str], samples: float
-) -> list[tuple[float, float]]:
-    """The costs, with one cost for all cards of a model that take about as long as its middle one for ``samples``."""
+def card_name(device: torch.device) -> str:
+    """The GPU's model, or ``cpu``."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def alike_made_equal(costs: Sequence[Cost], cards: Sequence[str], samples: float) -> list[Cost]:
+    """The costs, with one common cost for cards of one model that differ by noise only.
+
+    Args:
+        costs: per rank.
+        cards: the card's model per rank.
+        samples: at this number the times are compared with the median card of the model.
+    """
     seconds = [alpha + beta * samples for alpha, beta in costs]
     result = list(costs)
-    for model in set(models):
-        ranks = [rank for rank, name in enumerate(models) if name == model]
+    for card in set(cards):
+        ranks = [rank for rank, name in enumerate(cards) if name == card]
         middle = statistics.median_low(seconds[rank] for rank in ranks)
         alike = [rank for rank in ranks if abs(seconds[rank] - middle) <= ALIKE * middle]
-        alpha, beta = (statistics.fmean(costs[rank][i] for rank in alike) for i in (0, 1))
+        alpha = statistics.fmean(costs[rank][0] for rank in alike)
+        beta = statistics.fmean(costs[rank][1] for rank in alike)
         for rank in alike:
             result[rank] = (alpha, beta)
     return result
 
 
 def measure_cost(
-    model: nn.Module,
-    source: Source,
-    loss_function: LossFunction,
+    step: TrainingStep,
     share: int,
-    micro_batch: int,
-    precision: Precision,
+    max_batch: int,
     control: dist.ProcessGroup | None = None,
-) -> tuple[float, float]:
-    """``(alpha_seconds, beta_seconds_per_sample)`` of forward and backward, fitted around ``share`` samples.
+) -> Cost:
+    """The cost of this rank's step, fitted around ``share`` samples.
 
-    The ranks begin together: ranks that share a host's CPUs or its power budget must be measured as they will run.
+    With ``control`` the ranks begin together: ranks that share a host's CPUs or its power budget
+    must be measured as they will run.
     """
-    share = min(share, micro_batch)
+    share = min(share, max_batch)
     least = min(2, share)  # a BatchNorm1d has no variance of one sample
-    sizes = [max(least, share // 2), share, min(3 * share // 2, micro_batch)]
-    state = random_state(source.device)
-    work = copy.deepcopy(model)
-    if not work.training:
-        work.train()
-    for layer in work.modules():
-        if isinstance(layer, nn.SyncBatchNorm):
-            layer.eval()  # its forward waits for the slowest rank: all would seem equally slow
+    sizes = [max(least, share // 2), share, min(3 * share // 2, max_batch)]
+    state = random_state(step.device)
+    work = _working_copy(step.model)
     times = [float("inf")] * len(sizes)
     for sweep in range(SWEEPS):
         for i, size in enumerate(sizes):
             if control is not None:
                 dist.barrier(group=control)
-            seconds = _seconds_of_step(
-                work, source, loss_function, size, precision, is_first=sweep == 0
-            )
+            seconds = _seconds_of_step(step, work, size, is_first=sweep == 0)
             times[i] = min(times[i], seconds)
-    set_random_state(state, source.device)
+    set_random_state(state, step.device)
     return fit_line(sizes, times)
 
 
-def fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+def fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> Cost:
     """The least squares line ``alpha + beta * n`` with alpha >= 0 and beta > 0.
 
     >>> fit_line([10, 20, 40], [0.3, 0.5, 0.9])
     (0.1, 0.02)
     """
-    mean_size, mean_seconds = sum(sizes) / len(sizes), sum(seconds) / len(seconds)
+    mean_size = statistics.fmean(sizes)
+    mean_seconds = statistics.fmean(seconds)
     spread = sum((n - mean_size) ** 2 for n in sizes)
-    beta = sum(
-        (n - mean_size) * (t - mean_seconds) for n, t in zip(sizes, seconds, strict=True)
-    ) / (spread or 1.0)
+    pairs = zip(sizes, seconds, strict=True)
+    covariance = sum((n - mean_size) * (t - mean_seconds) for n, t in pairs)
+    beta = covariance / (spread or 1.0)
     alpha = mean_seconds - beta * mean_size
-    if beta <= 0 or alpha < 0:  # noise: the line through the origin is the safe reading
+    is_noise = beta <= 0 or alpha < 0
+    if is_noise:  # the line through the origin is the safe reading
         alpha, beta = 0.0, mean_seconds / mean_size
     return round(alpha, 9), round(beta, 12)
 
 
-def _seconds_of_step(
-    work: nn.Module,
-    source: Source,
-    loss_function: LossFunction,
-    size: int,
-    precision: Precision,
-    *,
-    is_first: bool,
-) -> float:
-    """The fastest of a few steps: the others were disturbed. A size's first one is left out (allocation, kernels)."""
-    order = torch.arange(size) % len(source)
+def _working_copy(model: nn.Module) -> nn.Module:
+    work = copy.deepcopy(model)
+    if not work.training:
+        work.train()
+    for layer in work.modules():
+        # SyncBatchNorm's forward waits for the slowest rank: all would seem equally slow.
+        if isinstance(layer, nn.SyncBatchNorm):
+            layer.eval()
+    return work
+
+
+def _seconds_of_step(step: TrainingStep, work: nn.Module, size: int, *, is_first: bool) -> float:
+    """The fastest of a few steps, since the others were disturbed.
+
+    A size's very first step is not counted: it allocates memory and loads kernels.
+    """
     best, spent = float("inf"), 0.0
     for repeat in range(-1 if is_first else 0, REPEATS):
         if repeat > 0 and spent > ENOUGH_SECONDS:
             break
-        # Before the clock: a DataLoader starts its workers for each batch here, and in training once an epoch.
-        ((inputs, targets),) = source.batches(order, [(0, size)], epoch=0)
-        _wait_for_device(source.device)
+        # Not timed: a DataLoader starts its workers for each batch here, in training once an epoch.
+        inputs, targets = step.get_batch(size)
+        _wait_for_device(step.device)
         started = time.perf_counter()
-        with precision.autocast():
-            loss = loss_function(work(inputs), targets)
+        with step.autocast():
+            loss = step.loss_function(work(inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]
-        _wait_for_device(source.device)
+        _wait_for_device(step.device)
         if repeat >= 0:
             seconds = time.perf_counter() - started
-            best, spent = min(best, seconds), spent + seconds
+            best = min(best, seconds)
+            spent += seconds
         work.zero_grad(set_to_none=True)
     return best
 
