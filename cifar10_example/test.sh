@@ -1,6 +1,6 @@
 #!/bin/bash
-# 7 ranks on 3 nodes of cluster lab. Made by ddp-slurm submit: change cluster.yaml and make it anew.
-# shellcheck disable=SC2016 # a $ in a value is meant as it stands
+# 7 ranks on 3 nodes of cluster lab. Made by ddp-slurm submit; to change it, edit cluster.yaml and submit again.
+# shellcheck disable=SC2016 # a $ in a value stands for itself
 #SBATCH --job-name=cifar10
 #SBATCH --output=%x-%j.out
 #SBATCH --open-mode=append
@@ -42,7 +42,7 @@ if [[ -z ${SLURM_JOB_ID:-} ]]; then
   echo "$0: this is a job script; start it with: sbatch $0" >&2
   exit 2
 fi
-# Slurm before 20.02 and a plain 'bash' inside a job know nothing of components.
+# Slurm before 20.02 and a plain 'bash' inside a job do not have components.
 if [[ ${SLURM_HET_SIZE:-0} -ne 3 ]]; then
   echo "$0: expected 3 components, got ${SLURM_HET_SIZE:-none}; was the script changed?" >&2
   exit 2
@@ -53,23 +53,23 @@ if [[ ${SLURM_RESTART_COUNT:-0} -gt 3 ]]; then
 fi
 
 export PYTHONUNBUFFERED=1
-# As torchrun does: with a thread for every core of the node in each rank, the ranks only wait for each other.
+# As torchrun does: with a thread for every core of the node in each rank, the ranks wait for each other.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export DDP_SLURM_WORLD_SIZE=7
 export DDP_SLURM_TASKS_PER_NODE=1,2,4
 export DDP_SLURM_GLOBAL_BATCH_SIZE=512
 export DDP_SLURM_SHARES='74,73(x6)'
 export DDP_SLURM_BALANCE=equal
-# Rank 0 runs on this host; it makes the file when it stopped early with a good snapshot.
+# Rank 0 runs on this host; it creates the file after it stopped early with a good snapshot.
 _ddp_scratch=$(mktemp -d)
 trap 'rm -rf -- "$_ddp_scratch"' EXIT
 export DDP_SLURM_REQUEUE_MARKER=$_ddp_scratch/requeue
 
 _ddp_command=(python train.py 10 1 --data cifar10.npz)
 
-# srun takes the batch shell's own sizes, those of component 0, as the default of every segment: Slurm 24.11 and
-# 26.05 then refuse the step, 20.11 starts component 0 alone. Without them and with each segment's own sizes the step
-# is one world on all releases from 20.11 on.
+# srun takes the batch shell's own sizes, those of component 0, as the default of every segment: Slurm 24.11
+# and 26.05 then refuse the step, 20.11 starts component 0 alone. Without them and with each segment's own
+# sizes the step is one world on all releases from 20.11 on.
 _ddp_status=0
 (
   unset SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE SLURM_TASKS_PER_NODE SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK \

@@ -1,7 +1,7 @@
-"""``python -m ddp_slurm.torchrun_agent``: torchrun that passes SIGUSR2 on to its ranks, where it would die of it.
+"""``python -m ddp_slurm.torchrun_agent``: torchrun that passes SIGUSR2 on to its ranks.
 
-Slurm sends the signal that comes before the time limit to the step; the ranks save a snapshot and stop, torchrun then
-ends with them as usual.
+Slurm sends the signal that comes before the time limit to the step, and torchrun alone would die of
+it. The ranks save a snapshot and stop, and torchrun then ends with them as usual.
 """
 
 import contextlib
@@ -14,7 +14,8 @@ from types import FrameType
 def pass_on(signum: int, frame: FrameType | None) -> None:
     """Send the signal to all children.
 
-    Under proctrack/linuxproc Slurm reaches the ranks as well, and they get it twice; under proctrack/cgroup only so.
+    With proctrack/linuxproc Slurm signals the ranks as well, and they get it twice; with
+    proctrack/cgroup this is the only way.
     """
     for children in Path("/proc/self/task").glob("*/children"):
         for pid in children.read_text().split():
@@ -23,7 +24,7 @@ def pass_on(signum: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    # a handler is not inherited by the ranks, as "ignore" would be
+    # The ranks do not inherit a handler, as they would inherit "ignore".
     signal.signal(signal.SIGUSR2, pass_on)
     from torch.distributed.run import main
 

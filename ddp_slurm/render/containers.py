@@ -1,4 +1,4 @@
-"""The task's command inside a container: docker without Slurm, pyxis (enroot) under Slurm, apptainer on both.
+"""The task's command inside a container: docker, apptainer, or pyxis (enroot) under Slurm.
 
 Pure: options to words of a shell. The working folder is mounted at the same path and is the working
 folder inside the container.
@@ -10,27 +10,22 @@ from ddp_slurm.job.containers import Container, Mount
 from ddp_slurm.render.quoting import shell_quote
 
 FOLDER_CHECK = (
-    r"""case $PWD in *[,:\"\\]*) echo "$PWD: a folder with a comma, a colon, a quote or a backslash in its name """
-    r"""cannot be mounted in a container" >&2; exit 2 ;; esac"""
+    r"""case $PWD in *[,:\"\\]*) echo "$PWD: a folder with a comma, a colon, a quote or """
+    r"""a backslash in its name cannot be mounted in a container" >&2; exit 2 ;; esac"""
 )
-"""A line of bash that refuses a working folder which the engines would not mount as it stands."""
+"""A line of bash that refuses a working folder which the engines would not mount as it is named."""
 
 
 def apptainer_words(container: Container, mounts: Iterable[Mount]) -> list[str]:
-    """The words before the command, quoted for a shell. The environment goes in as it is."""
-    binds = [word for mount in mounts for word in ("--bind", shell_quote(mount.text))]
-    # --nv only warns where there is no NVIDIA driver
-    return [
-        "apptainer",
-        "exec",
-        "--nv",
-        "--bind",
-        '"$PWD"',
-        *binds,
-        "--pwd",
-        '"$PWD"',
-        shell_quote(container.image),
-    ]
+    """The words before the command, quoted for a shell. apptainer passes the environment on."""
+    words = ["apptainer", "exec"]
+    words += ["--nv"]  # without an NVIDIA driver it only prints a warning
+    words += ["--bind", '"$PWD"']
+    for mount in mounts:
+        words += ["--bind", shell_quote(mount.text)]
+    words += ["--pwd", '"$PWD"']
+    words.append(shell_quote(container.image))
+    return words
 
 
 def docker_words(
@@ -41,48 +36,54 @@ def docker_words(
     network: str | None,
     env_names: Iterable[str],
 ) -> list[str]:
-    """The words before the command, quoted for a shell. Variables are passed by name: their values stay out of ``ps``.
+    """The words before the command, quoted for a shell.
 
-    NCCL wants shared memory of the host's size and locked pages; files made in mounted folders belong to the user.
+    Args:
+        name: of the container, and its host name in ``network``.
+        network: docker's overlay network, or None for the node's own network.
+        env_names: variables to pass on. Only names: their values stay out of ``ps``.
     """
-    mounted = [
-        shell_quote(
-            f"type=bind,source={mount.source},target={mount.target}"
-            + (",readonly" if mount.read_only else "")
-        )
-        for mount in mounts
-    ]
-    return [
-        "docker",
-        "run",
-        "--rm",
-        "--init",
-        f"--name={shell_quote(name)}",
-        f"--network={shell_quote(network or 'host')}",
-        *([f"--network-alias={shell_quote(name)}"] if network else []),
-        "--ipc=host",
-        "--ulimit=memlock=-1",
-        "--ulimit=stack=67108864",
-        "--gpus=all",
-        '--user="$(id -u):$(id -g)"',
-        "--env=HOME=/tmp",
-        '--env=USER="$(id -un)"',
-        *(f"--env={env_name}" for env_name in env_names),
-        '--mount=type=bind,source="$PWD",target="$PWD"',
-        *(f"--mount={text}" for text in mounted),
-        '--workdir="$PWD"',
-        shell_quote(container.image),
-    ]
+    words = ["docker", "run", "--rm", "--init", f"--name={shell_quote(name)}"]
+    if network:
+        words.append(f"--network={shell_quote(network)}")
+        words.append(f"--network-alias={shell_quote(name)}")
+    else:
+        words.append("--network=host")
+    # NCCL needs shared memory of the host's size and locked pages.
+    words += ["--ipc=host", "--ulimit=memlock=-1", "--ulimit=stack=67108864"]
+    words.append("--gpus=all")
+    # Files that are created in mounted folders belong to the user.
+    words.append('--user="$(id -u):$(id -g)"')
+    words += ["--env=HOME=/tmp", '--env=USER="$(id -un)"']
+    words += [f"--env={env_name}" for env_name in env_names]
+    words.append('--mount=type=bind,source="$PWD",target="$PWD"')
+    words += [f"--mount={_docker_mount(mount)}" for mount in mounts]
+    words.append('--workdir="$PWD"')
+    words.append(shell_quote(container.image))
+    return words
+
+
+def _docker_mount(mount: Mount) -> str:
+    text = f"type=bind,source={mount.source},target={mount.target}"
+    if mount.read_only:
+        text += ",readonly"
+    return shell_quote(text)
 
 
 def pyxis_options(
     container: Container, mounts: Iterable[Mount], env_names: Iterable[str]
 ) -> list[str]:
-    """srun's options, quoted for a shell. ``--container-env`` lets ours win over the image's own variables."""
-    also = "".join(f",{mount.text}" for mount in mounts)
+    """srun's options, quoted for a shell.
+
+    ``env_names`` are the variables whose values win over those of the image.
+    """
+    more_mounts = "".join(f",{mount.text}" for mount in mounts)
+    mounts_text = '"$PWD:$PWD"'
+    if more_mounts:
+        mounts_text += shell_quote(more_mounts)
     return [
         f"--container-image={shell_quote(container.image)}",
-        f'--container-mounts="$PWD:$PWD"{shell_quote(also) if also else ""}',
+        f"--container-mounts={mounts_text}",
         '--container-workdir="$PWD"',
         f"--container-env={','.join(env_names)}",
     ]

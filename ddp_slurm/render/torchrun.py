@@ -1,11 +1,12 @@
-"""A plan as torchrun commands, one line of bash for each node. Pure: the same plan gives the same bytes.
+"""A plan as torchrun commands, one line of bash for each node.
 
-The rendezvous is torchrun's static one. Its dynamic one (c10d) would hand out node ranks in the order of host names and
-ignore ``--node-rank``: each rank's share of the batch would land on another node's GPU; and it does not survive its
-own host either.
+Pure: the same plan gives the same bytes. The rendezvous is torchrun's static one. Its dynamic one
+(c10d) would assign node ranks in the order of host names and ignore ``--node-rank``: each rank's
+share of the batch would go to another node's GPU; and it does not survive its own host either.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from zlib import crc32
 
 from ddp_slurm.errors import DdpSlurmError
@@ -15,7 +16,8 @@ from ddp_slurm.render.containers import FOLDER_CHECK, apptainer_words, docker_wo
 from ddp_slurm.render.quoting import shell_quote
 
 RENDEZVOUS_SECONDS = 180
-"""How long the first torchrun waits for the last: time to start Python on a cold disk, or to paste a line by hand."""
+"""How long torchrun waits for the other nodes: time to start Python from a cold disk, or to paste
+a line by hand."""
 
 
 class TorchrunError(DdpSlurmError):
@@ -28,9 +30,47 @@ class NodeCommand:
 
     node: str
     line: str
-    """For bash; it leaves the shell that it is typed into as it was."""
+    """For bash, in a subshell: the shell that it is typed into keeps its folder and variables."""
     clean_up: str
-    """A line that ends what would outlive the killed command, or nothing."""
+    """A line that removes what would outlive the killed command, or an empty text."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What the commands of all nodes have in common."""
+
+    plan: Plan
+    folder: str
+    python: str
+    """The interpreter where the options name none."""
+    attempt: int
+
+    @cached_property
+    def id(self) -> int:
+        names = [node.name for node in self.plan.machines]
+        return crc32("\0".join([self.plan.name, self.folder, *names]).encode())
+
+    @property
+    def master_port(self) -> str:
+        """A restart gets another port: the one before may still be in use."""
+        derived = FIRST_PORT + (self.id + self.attempt) % PORT_COUNT
+        return self.plan.options.env.get("MASTER_PORT") or str(derived)
+
+    @property
+    def master_address(self) -> str:
+        first = self.plan.machines[0]
+        if self.plan.options.container_network:
+            return self.container_name(first.name)
+        address = self.plan.options.env.get("MASTER_ADDR") or first.address or first.name
+        if "%" in address:
+            raise TorchrunError(
+                f"{first.name}: the address {address!r} is valid on one link only; the other nodes "
+                "need one that is routed"
+            )
+        return address
+
+    def container_name(self, node: str) -> str:
+        return f"ddp-slurm-{self.id:08x}-{node}"
 
 
 def render_torchrun(
@@ -41,49 +81,17 @@ def render_torchrun(
     Args:
         folder: where the command runs, on every node.
         python: the interpreter where the options name none.
-        attempt: a restart gets another port: the one before may still be held.
+        attempt: how often the ranks were started before.
 
     Raises TorchrunError where the plan cannot run that way.
     """
-    if not plan.options.command:
-        raise TorchrunError(
-            "no command: put what every rank runs after --, as in: -- python train.py"
-        )
-    if plan.options.container is not None and plan.options.container.engine == "pyxis":
-        raise TorchrunError(
-            "--container pyxis:... is a plug-in of Slurm; without Slurm use docker:... or apptainer:..."
-        )
-    run_id = crc32("\0".join([plan.name, folder, *(node.name for node in plan.machines)]).encode())
-    port = plan.options.env.get("MASTER_PORT") or str(FIRST_PORT + (run_id + attempt) % PORT_COUNT)
-    commands = []
-    nodes = [(component, name) for component in plan.components for name in component.nodes]
-    for node_rank, (component, name) in enumerate(nodes):
-        words = [
-            *_interpreter_words(plan, python),
-            "-m",
-            "torch.distributed.run",
-            f"--nnodes={len(nodes)}",
-            f"--nproc-per-node={component.tasks_per_node}",
-            f"--node-rank={node_rank}",
-            f"--master-addr={shell_quote(_master_address(plan, run_id))}",
-            f"--master-port={shell_quote(port)}",
-            f"--rdzv-id={run_id:08x}",
-            f"--rdzv-conf=timeout={RENDEZVOUS_SECONDS}",
-            "--max-restarts=0",
-            "--no-python",
-            *_task_words(plan, python),
-        ]
-        environ = node_environ(plan, component)
-        container_name = _container_name(run_id, name)
-        steps = [
-            f"cd {shell_quote(folder)}",
-            *_prepare(plan),
-            f"export {' '.join(f'{key}={_value(value)}' for key, value in environ.items())}",
-            f"exec {' '.join([*_container_words(plan, container_name, environ), *words])}",
-        ]
-        docker = plan.options.container is not None and plan.options.container.engine == "docker"
-        clean_up = f"docker rm --force {shell_quote(container_name)}" if docker else ""
-        commands.append(NodeCommand(name, f"( {' && '.join(steps)} )", clean_up))
+    _check(plan)
+    run = _Run(plan, folder, python, attempt)
+    commands: list[NodeCommand] = []
+    for component in plan.components:
+        for node in component.nodes:
+            node_rank = len(commands)
+            commands.append(_node_command(run, component, node, node_rank))
     return tuple(commands)
 
 
@@ -91,7 +99,7 @@ def node_environ(plan: Plan, component: Component) -> dict[str, str]:
     """Variables of every rank on the component's nodes."""
     own = component.task_env
     if plan.options.container_network:
-        # inside an overlay network the node's interfaces do not exist
+        # The node's interfaces do not exist inside an overlay network.
         own = {name: value for name, value in own.items() if not name.endswith("_SOCKET_IFNAME")}
     return {
         "PYTHONUNBUFFERED": "1",
@@ -103,86 +111,123 @@ def node_environ(plan: Plan, component: Component) -> dict[str, str]:
 
 
 def network_commands(plan: Plan) -> list[str]:
-    """How docker's overlay network is made, a line for each node; nothing where none was asked for."""
+    """How docker's overlay network is created, a line for each node; empty where none is used."""
     network = plan.options.container_network
     if not network:
         return []
-    first, *others = (node.address or node.name for node in plan.machines)
-    make = f"docker network create --driver overlay --attachable {shell_quote(network)}"
-    return [
-        f"on {plan.machines[0].name}: docker swarm init --advertise-addr {shell_quote(first)} && {make}",
-        *(
-            f"on {node.name}: docker swarm join --advertise-addr {shell_quote(address)} "
-            f'--token "$TOKEN" {shell_quote(_host_port(first, 2377))}'
-            for node, address in zip(plan.machines[1:], others, strict=True)
-        ),
-        f"where TOKEN is what this prints on {plan.machines[0].name}: docker swarm join-token --quiet worker",
-    ]
-
-
-def _value(text: str) -> str:
-    quoted = shell_quote(text)
-    return (
-        f"'{quoted}'" if quoted.startswith("=") else quoted
-    )  # zsh takes A==eth0 for a path that it looks up
+    first, *others = plan.machines
+    first_address = first.address or first.name
+    swarm = _host_port(first_address, 2377)
+    create = f"docker network create --driver overlay --attachable {shell_quote(network)}"
+    init = f"docker swarm init --advertise-addr {shell_quote(first_address)}"
+    lines = [f"on {first.name}: {init} && {create}"]
+    for node in others:
+        address = shell_quote(node.address or node.name)
+        join = f'docker swarm join --advertise-addr {address} --token "$TOKEN" {shell_quote(swarm)}'
+        lines.append(f"on {node.name}: {join}")
+    show_token = "docker swarm join-token --quiet worker"
+    lines.append(f"where TOKEN is what this prints on {first.name}: {show_token}")
+    return lines
 
 
 def _host_port(address: str, port: int) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def _master_address(plan: Plan, run_id: int) -> str:
-    first = plan.machines[0]
-    if plan.options.container_network:
-        return _container_name(run_id, first.name)
-    address = plan.options.env.get("MASTER_ADDR") or first.address or first.name
-    if "%" in address:
-        raise TorchrunError(
-            f"{first.name}: the address {address!r} is a link's own; the other nodes need one that routes"
-        )
-    return address
-
-
-def _container_name(run_id: int, node: str) -> str:
-    return f"ddp-slurm-{run_id:08x}-{node}"
-
-
-def _interpreter_words(plan: Plan, python: str) -> list[str]:
+def _check(plan: Plan) -> None:
     options = plan.options
-    named = options.python or options.conda_env or options.venv or options.container
-    return [shell_quote(options.interpreter if named else python)]
+    if not options.command:
+        raise TorchrunError(
+            "no command: put what every rank runs after --, as in: -- python train.py"
+        )
+    if options.container is not None and options.container.engine == "pyxis":
+        raise TorchrunError(
+            "--container pyxis:... is a plug-in of Slurm; without Slurm use docker:... or "
+            "apptainer:..."
+        )
 
 
-def _task_words(plan: Plan, python: str) -> list[str]:
-    first, *rest = plan.options.task_command
-    bare = first in ("python", "python3") and not plan.options.python
+def _node_command(run: _Run, component: Component, node: str, node_rank: int) -> NodeCommand:
+    environ = node_environ(run.plan, component)
+    exports = " ".join(f"{name}={_assigned(value)}" for name, value in environ.items())
+    words = [
+        *_container_words(run, node, environ),
+        *_torchrun_words(run, component, node_rank),
+        *_task_words(run),
+    ]
+    steps = [
+        f"cd {shell_quote(run.folder)}",
+        *_preparation(run.plan),
+        f"export {exports}",
+        f"exec {' '.join(words)}",
+    ]
+    container = run.plan.options.container
+    clean_up = ""
+    if container is not None and container.engine == "docker":
+        clean_up = f"docker rm --force {shell_quote(run.container_name(node))}"
+    return NodeCommand(node, f"( {' && '.join(steps)} )", clean_up)
+
+
+def _assigned(text: str) -> str:
+    """A value in an assignment. zsh expands A==eth0 to the path of a program eth0."""
+    quoted = shell_quote(text)
+    return f"'{quoted}'" if quoted.startswith("=") else quoted
+
+
+def _torchrun_words(run: _Run, component: Component, node_rank: int) -> list[str]:
     return [
-        *(_interpreter_words(plan, python) if bare else [shell_quote(first)]),
-        *map(shell_quote, rest),
+        _interpreter(run),
+        "-m",
+        "torch.distributed.run",
+        f"--nnodes={run.plan.node_count}",
+        f"--nproc-per-node={component.tasks_per_node}",
+        f"--node-rank={node_rank}",
+        f"--master-addr={shell_quote(run.master_address)}",
+        f"--master-port={shell_quote(run.master_port)}",
+        f"--rdzv-id={run.id:08x}",
+        f"--rdzv-conf=timeout={RENDEZVOUS_SECONDS}",
+        "--max-restarts=0",
+        "--no-python",
     ]
 
 
-def _prepare(plan: Plan) -> list[str]:
-    """Commands that come first, for ``&&``: a comment at the end of a setup line must not hide the rest."""
+def _interpreter(run: _Run) -> str:
+    """The Python that runs torchrun, quoted: of the options or the container, else run.python."""
+    options = run.plan.options
+    if options.python or options.conda_env or options.venv or options.container:
+        return shell_quote(options.interpreter)
+    return shell_quote(run.python)
+
+
+def _task_words(run: _Run) -> list[str]:
+    """The command, quoted; a bare python is the same interpreter as torchrun's."""
+    options = run.plan.options
+    first, *rest = options.task_command
+    if first in ("python", "python3") and not options.python:
+        return [_interpreter(run), *map(shell_quote, rest)]
+    return [*map(shell_quote, options.task_command)]
+
+
+def _preparation(plan: Plan) -> list[str]:
+    """Commands that come first.
+
+    They are joined by ``&&``; eval keeps a comment at the end of a setup line from hiding the rest.
+    """
     options = plan.options
     steps = [f"eval {shell_quote(line)}" for line in options.setup]
     if options.conda_env:
-        steps += [
-            'eval "$("${CONDA_EXE:-conda}" shell.bash hook)"',
-            f"conda activate {shell_quote(options.conda_env)}",
-        ]
+        steps.append('eval "$("${CONDA_EXE:-conda}" shell.bash hook)"')
+        steps.append(f"conda activate {shell_quote(options.conda_env)}")
     elif options.venv:
-        steps += [
-            f"export VIRTUAL_ENV={shell_quote(options.venv)}",
-            'export PATH="$VIRTUAL_ENV/bin:$PATH"',
-        ]
+        steps.append(f"export VIRTUAL_ENV={shell_quote(options.venv)}")
+        steps.append('export PATH="$VIRTUAL_ENV/bin:$PATH"')
     if options.container:
         steps.append(FOLDER_CHECK)
     return steps
 
 
-def _container_words(plan: Plan, name: str, environ: dict[str, str]) -> list[str]:
-    options = plan.options
+def _container_words(run: _Run, node: str, environ: dict[str, str]) -> list[str]:
+    options = run.plan.options
     if options.container is None:
         return []
     if options.container.engine == "apptainer":
@@ -190,7 +235,7 @@ def _container_words(plan: Plan, name: str, environ: dict[str, str]) -> list[str
     return docker_words(
         options.container,
         options.mount,
-        name=name,
+        name=run.container_name(node),
         network=options.container_network,
         env_names=environ,
     )

@@ -1,4 +1,4 @@
-"""Machines without Slurm for the tests: network namespaces, each with a name, an address and a real sshd of its own."""
+"""Machines without Slurm for the tests: network namespaces with a name, an address and an sshd."""
 
 import itertools
 import os
@@ -60,13 +60,12 @@ class Hosts:
     def cluster_yaml(self, gpus: dict[str, int], extra: str = "") -> Path:
         """A cluster.yaml of some of the machines, in the order given."""
         file = self.folder / f"cluster{next(_numbers)}.yaml"
-        nodes = "".join(
-            f"  - {{name: {name}, address: {self.addresses[name]}, gpus: {count}, interface: eth0}}\n"
-            for name, count in gpus.items()
-        )
-        file.write_text(
-            f"name: boxes\nssh: {{identity: {self.folder}/user_key}}\nnodes:\n{nodes}{extra}"
-        )
+        nodes = ""
+        for name, count in gpus.items():
+            address = self.addresses[name]
+            nodes += f"  - {{name: {name}, address: {address}, gpus: {count}, interface: eth0}}\n"
+        ssh = f"ssh: {{identity: {self.folder}/user_key}}"
+        file.write_text(f"name: boxes\n{ssh}\nnodes:\n{nodes}{extra}")
         return file
 
     def inside(self, name: str, argv: Sequence[str]) -> list[str]:

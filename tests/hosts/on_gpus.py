@@ -1,8 +1,9 @@
-"""Two or more "hosts" on one machine with GPUs, to see torchrun and NCCL between them; needs root and iproute2, no sshd.
+"""Two or more "hosts" on one machine with GPUs, for torchrun and NCCL between them.
 
-python tests/hosts/on_gpus.py 1 2 -- python train.py 5 1        # a host with the first GPU, one with the next two
+python tests/hosts/on_gpus.py 1 2 -- python train.py 5 1    # hosts with the first, and the next two GPUs
 
-Each host is a network namespace with its own name and address. A stand-in for ssh enters it; everything else is what users run.
+Needs root and iproute2, no sshd. Each host is a network namespace with its own name and address. A
+replacement of ssh enters it; everything else is what users run.
 """
 
 import os
@@ -56,7 +57,7 @@ def main(arguments: list[str]) -> int:
 
 
 def prepare(folder: Path, switch: str, prefix: str, gpus: list[int]) -> dict[str, str]:
-    """Make the hosts, cluster.yaml and the stand-in; returns the environment that finds it."""
+    """Create the hosts, cluster.yaml and the ssh; returns the environment that finds it."""
     addresses = {
         name: f"{prefix}.{index}" for index, name in enumerate(NAMES[: len(gpus)], start=1)
     }
@@ -64,15 +65,15 @@ def prepare(folder: Path, switch: str, prefix: str, gpus: list[int]) -> dict[str
     (folder / "etc" / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")
     lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
     (folder / "etc" / "hosts").write_text("\n".join(lines) + "\n")
-    nodes, cases, devices, first = [], [], [], 0
+    nodes, cases, devices = [], [], []
+    first = 0
     for (name, address), count in zip(addresses.items(), gpus, strict=True):
         network.make_node(f"{switch}.{name}", switch, int(address.rpartition(".")[2]), address)
         nodes.append(f"  - {{name: {name}, address: {address}, interface: eth0, gpus: {count}}}\n")
         inside = enter(["sh", "-c"], etc=folder / "etc", netns=f"{switch}.{name}", host=name)
         cases.append(f'{address}) exec {shlex.join(inside)} "$3" ;;\n')
-        devices.append(
-            f"{name}) export CUDA_VISIBLE_DEVICES={','.join(map(str, range(first, first + count)))} ;;\n"
-        )
+        visible = ",".join(map(str, range(first, first + count)))
+        devices.append(f"{name}) export CUDA_VISIBLE_DEVICES={visible} ;;\n")
         first += count
     (folder / "cluster.yaml").write_text("name: cards\nnodes:\n" + "".join(nodes))
     (folder / "gpus").write_text(f"case $(hostname) in\n{''.join(devices)}esac\n")

@@ -54,7 +54,7 @@ def test_uneven_machines_train_to_the_end(
 @pytest.mark.parametrize(
     "words", [["accelerate_script.py"], ["lightning_script.py", "auto", "3"]], ids=lambda w: w[0]
 )
-def test_scripts_that_know_nothing_of_us_make_one_world(
+def test_foreign_scripts_make_one_world(
     make_hosts: MakeHosts, tmp_path: Path, words: list[str]
 ) -> None:
     gpus = {"gamma": 1, "beta": 2, "alpha": 4}
@@ -83,7 +83,10 @@ exec {folder}/do "$HOSTNAME"
 
 @pytest.fixture
 def two_hosts(make_hosts: MakeHosts, tmp_path: Path) -> Callable[[str], tuple[Hosts, list[str]]]:
-    """``two_hosts(script)``: two machines and the command that runs the script, with the machine's name, on both."""
+    """``two_hosts(script)``: two machines, and the command that runs the script on both.
+
+    The script gets the machine's name as its argument.
+    """
 
     def make(script: str) -> tuple[Hosts, list[str]]:
         hosts = make_hosts("alpha", "beta")
@@ -118,7 +121,7 @@ def wait_until_nothing_runs(hosts: Hosts) -> None:
         time.sleep(0.05)
 
 
-def test_one_torchrun_a_node_and_one_failure_ends_all(
+def test_failure_of_one_node_ends_all(
     two_hosts: Callable[[str], tuple[Hosts, list[str]]],
 ) -> None:
     hosts, command = two_hosts(
@@ -144,7 +147,7 @@ def test_one_torchrun_a_node_and_one_failure_ends_all(
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
 )
-def test_nothing_stays_on_the_machines(
+def test_signal_leaves_nothing_running_on_the_machines(
     two_hosts: Callable[[str], tuple[Hosts, list[str]]], number: signal.Signals, status: int
 ) -> None:
     hosts, command = two_hosts("sleep 1000 & echo running; sleep 1000")
@@ -155,7 +158,7 @@ def test_nothing_stays_on_the_machines(
         wait_until_nothing_runs(hosts)
 
 
-def test_a_machine_that_is_not_there_ends_the_run(
+def test_unreachable_machine_ends_the_run(
     two_hosts: Callable[[str], tuple[Hosts, list[str]]],
 ) -> None:
     hosts, command = two_hosts("sleep 1000")
@@ -169,11 +172,12 @@ def test_a_machine_that_is_not_there_ends_the_run(
     wait_until_nothing_runs(hosts)
 
 
-def test_a_lost_machine_is_left_out_of_the_restart(
+def test_restart_leaves_a_lost_machine_out(
     two_hosts: Callable[[str], tuple[Hosts, list[str]]], tmp_path: Path
 ) -> None:
     hosts, command = two_hosts(
-        '[ -e again ] && { echo "second run, $DDP_SLURM_WORLD_SIZE ranks"; exit; }; echo running; sleep 1000'
+        '[ -e again ] && { echo "second run, $DDP_SLURM_WORLD_SIZE ranks"; exit; }; '
+        "echo running; sleep 1000"
     )
     command[command.index("--python") : command.index("--python")] = ["--max-restarts", "1"]
     with running(command, env=hosts.environ, cwd=tmp_path) as process:
@@ -188,7 +192,7 @@ def test_a_lost_machine_is_left_out_of_the_restart(
 
 
 @pytest.mark.timeout(900)
-def test_a_machine_that_dies_in_the_middle_of_a_training_is_done_without(
+def test_training_goes_on_without_a_machine_that_died(
     make_hosts: MakeHosts, tmp_path: Path
 ) -> None:
     hosts = make_hosts("gamma", "beta")
@@ -220,7 +224,7 @@ def test_a_machine_that_dies_in_the_middle_of_a_training_is_done_without(
     assert "finished: step 640," in output  # 40 epochs of 1024 / 64 steps, whoever made them
 
 
-def test_a_pulled_cable_ends_the_run_on_both_sides(
+def test_pulled_cable_ends_the_run_on_both_sides(
     two_hosts: Callable[[str], tuple[Hosts, list[str]]],
 ) -> None:
     hosts, command = two_hosts("echo running; sleep 1000")
@@ -230,4 +234,4 @@ def test_a_pulled_cable_ends_the_run_on_both_sides(
         output = process.communicate()[0]
     assert process.returncode == 255, output
     assert "torchrun on beta exited with 255" in output
-    wait_until_nothing_runs(hosts)  # beta saw nothing of it; it misses the sign of life
+    wait_until_nothing_runs(hosts)  # beta sees no end of the connection; it misses the dots

@@ -1,4 +1,4 @@
-"""Scripts that know nothing of ddp_slurm, on 4, 2 and 1 ranks of a live Slurm."""
+"""Scripts that do not use ddp_slurm, on 4, 2 and 1 ranks of a live Slurm."""
 
 import os
 import re
@@ -84,10 +84,10 @@ def test_every_rank_is_in_one_world(
     assert float(answer[2]) == pytest.approx(1, abs=0.05)
 
 
-def test_lightnings_own_slurm_environment_fails_there(
+def test_lightnings_own_slurm_environment_fails(
     live_lab: Lab, run_job: RunJob, tmp_path: Path
 ) -> None:
-    """It takes another component's SLURM_NTASKS_PER_NODE for its own."""
+    """It reads another component's SLURM_NTASKS_PER_NODE as its own."""
     job = run_job(
         live_lab,
         script(tmp_path, command=["python", str(SCRIPTS / "lightning_script.py"), "auto", "3"]),
@@ -100,7 +100,7 @@ def test_lightnings_own_slurm_environment_fails_there(
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_torchrun_starts_all_nodes_again_when_one_rank_fails(
+def test_torchrun_restarts_all_nodes_when_a_rank_fails(
     live_lab: Lab, run_job: RunJob, tmp_path: Path, restarts: int
 ) -> None:
     text = script(
@@ -116,9 +116,7 @@ def test_torchrun_starts_all_nodes_again_when_one_rank_fails(
     assert job.state == ("COMPLETED" if restarts else "FAILED"), job.output
 
 
-def test_the_signal_before_the_time_limit_reaches_the_ranks_under_torchrun(
-    live_lab: Lab, tmp_path: Path
-) -> None:
+def test_signal_before_the_limit_reaches_ranks_of_torchrun(live_lab: Lab, tmp_path: Path) -> None:
     text = script(
         tmp_path,
         command=["python", str(SCRIPTS / "stops_when_asked.py"), str(tmp_path)],

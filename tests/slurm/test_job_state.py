@@ -32,7 +32,7 @@ def command(*args: str) -> list[str]:
 
 @pytest.fixture
 def cli(environ: dict[str, str], tmp_path: Path) -> Iterator[Cli]:
-    """Runs ``ddp-slurm ARGS`` in a folder with the lab's cluster.yaml; what it submitted is cancelled in the end."""
+    """Runs ``ddp-slurm ARGS`` beside the lab's cluster.yaml; its jobs are cancelled in the end."""
     submitted: list[str] = []
 
     def run(*args: str, **env: str) -> "subprocess.CompletedProcess[str]":
@@ -66,7 +66,7 @@ def wait_for(cli: Cli, job_id: str, *states: str) -> dict[str, Any]:
 FAIL = "echo rank $SLURM_PROCID; exit $((SLURM_PROCID == 4 ? 3 : 0))"
 
 
-def test_a_failed_job_is_followed_told_and_kept(cli: Cli, tmp_path: Path) -> None:
+def test_failed_job_is_followed_reported_and_kept(cli: Cli, tmp_path: Path) -> None:
     done = cli(
         "submit", "--time", "5", "--output", "logs/%x-%j.out", "--follow", "--", "bash", "-c", FAIL
     )
@@ -74,16 +74,16 @@ def test_a_failed_job_is_followed_told_and_kept(cli: Cli, tmp_path: Path) -> Non
     assert (done.returncode, done.stdout) == (3, f"{job_id}\n")
     assert f"job {job_id} is FAILED (exit status 3, NonZeroExitCode)" in done.stderr
     assert "4: rank 4\n" in done.stderr
-    told = status(cli, job_id)
+    reported = status(cli, job_id)
     assert [
         (c["job_id"], c["state"], c["nodes"], c["exit_status"], c["restarts"])
-        for c in told["components"]
+        for c in reported["components"]
     ] == [
         (f"{job_id}+0", "FAILED", "gamma", 3, 0),
         (f"{job_id}+1", "FAILED", "beta", 3, 0),
         (f"{job_id}+2", "FAILED", "alpha", 3, 0),
     ]
-    assert told["log"] == str(tmp_path / f"logs/lab-{job_id}.out")
+    assert reported["log"] == str(tmp_path / f"logs/lab-{job_id}.out")
     assert cli("logs", job_id, "--rank", "5").stdout == "5: rank 5\n"
     folder = tmp_path / "logs/ddp_slurm_runs" / job_id
     assert (folder / "exit").read_text().startswith("status=3\nterminated=no\n")
@@ -100,7 +100,7 @@ def test_a_failed_job_is_followed_told_and_kept(cli: Cli, tmp_path: Path) -> Non
     )
 
 
-def test_a_job_that_waits_and_is_cancelled(cli: Cli, tmp_path: Path) -> None:
+def test_waiting_job_is_shown_and_cancelled(cli: Cli, tmp_path: Path) -> None:
     first = cli("submit", "--time", "5", "--", "sleep", "600").stdout.strip()
     wait_for(cli, first, "RUNNING")
     second = cli("submit", "--time", "5", "--", "true").stdout.strip()
@@ -117,7 +117,7 @@ def test_a_job_that_waits_and_is_cancelled(cli: Cli, tmp_path: Path) -> None:
     assert "terminated=yes" in (tmp_path / "ddp_slurm_runs" / first / "exit").read_text()
 
 
-def test_ctrl_c_detaches_and_ends_nothing(
+def test_ctrl_c_detaches_and_the_job_goes_on(
     cli: Cli, environ: dict[str, str], tmp_path: Path
 ) -> None:
     words = command(
@@ -127,8 +127,8 @@ def test_ctrl_c_detaches_and_ends_nothing(
         assert follower.stdout is not None
         assert follower.stderr is not None
         job_id = follower.stdout.readline().strip()
-        said = iter(follower.stderr.readline, "")
-        assert any(line == "0: up\n" for line in said)
+        lines = iter(follower.stderr.readline, "")
+        assert any(line == "0: up\n" for line in lines)
         follower.send_signal(signal.SIGINT)
         rest = follower.stderr.read()
         assert follower.wait() == 130
@@ -149,7 +149,7 @@ echo continues
 """
 
 
-def test_a_requeued_job_has_not_ended(cli: Cli, tmp_path: Path) -> None:
+def test_requeued_job_has_not_ended(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "rank.sh").write_text(REQUEUE)
     words = [
         "--signal-seconds",

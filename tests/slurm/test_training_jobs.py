@@ -1,4 +1,4 @@
-"""The main path on live daemons: cluster.yaml and an example's folder, sbatch, seven ranks trained to the end."""
+"""The main path on live daemons: cluster.yaml, sbatch, seven ranks trained to the end."""
 
 import json
 import os
@@ -37,8 +37,12 @@ REPORT = """
 import json, os, socket
 from ddp_slurm.rank_env import RankEnv
 env = RankEnv.from_environ()
-print(json.dumps({**vars(env), "host": socket.gethostname(), "devices": os.environ["CUDA_VISIBLE_DEVICES"],
-                  "address": socket.gethostbyname(env.master_addr)}))
+seen = {
+    "host": socket.gethostname(),
+    "devices": os.environ["CUDA_VISIBLE_DEVICES"],
+    "address": socket.gethostbyname(env.master_addr),
+}
+print(json.dumps({**vars(env), **seen}))
 """
 
 
@@ -54,7 +58,7 @@ def losses(output: str) -> list[float]:
 
 @pytest.fixture
 def python_first() -> dict[str, str]:
-    """As after ``activate``: ``python`` is this one; and one thread a rank, since all share two cores."""
+    """As after ``activate``: ``python`` is this one; and one thread a rank: all share the cores."""
     return {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
@@ -63,17 +67,17 @@ def python_first() -> dict[str, str]:
 
 @pytest.fixture
 def small_cifar10(tmp_path: Path) -> Path:
-    """300 + 100 images: of the archive that DDP_SLURM_CIFAR10 names, or else made up in the same form."""
+    """300 + 100 images: of the archive DDP_SLURM_CIFAR10, or else synthetic in the same form."""
     real = os.environ.get("DDP_SLURM_CIFAR10")
     random = np.random.default_rng(0)
     arrays: dict[str, Any] = dict(np.load(real)) if real else {}
     for split, count in (("train", 300), ("test", 100)):
         labels = arrays.get(f"{split}_labels", random.integers(0, 10, count, np.uint8))[:count]
-        made_up = (
+        synthetic = (
             random.integers(0, 64, (count, 32, 32, 3), np.uint8)
             + (labels * 19)[:, None, None, None]
         )
-        arrays[f"{split}_images"] = arrays.get(f"{split}_images", made_up)[:count]
+        arrays[f"{split}_images"] = arrays.get(f"{split}_images", synthetic)[:count]
         arrays[f"{split}_labels"] = labels
     path = tmp_path / "images.npz"
     np.savez(path, **arrays)
@@ -94,7 +98,7 @@ def sbatch_example(lab: Lab, name: str, folder: Path, environ: dict[str, str]) -
 @pytest.mark.parametrize(
     ("example", "name"), [("synthetic_data_example", "synthetic"), ("cifar10_example", "cifar10")]
 )
-def test_sbatch_in_an_examples_folder_trains_to_the_end(
+def test_example_submitted_by_sbatch_trains_to_the_end(
     live_lab: Lab,
     tmp_path: Path,
     clean_environ: dict[str, str],
@@ -168,9 +172,7 @@ def test_ranks_are_where_the_plan_says(
     ]
 
 
-def test_a_dead_rank_ends_all_and_the_job_has_failed(
-    live_lab: Lab, run_job: RunJob, tmp_path: Path
-) -> None:
+def test_dead_rank_ends_the_job_as_failed(live_lab: Lab, run_job: RunJob, tmp_path: Path) -> None:
     script = (
         "import os, sys, time\nif os.environ['SLURM_PROCID'] == '4': sys.exit(3)\ntime.sleep(170)\n"
     )
@@ -183,7 +185,7 @@ def test_a_dead_rank_ends_all_and_the_job_has_failed(
     )
 
 
-def test_started_without_srun_it_says_so_at_once(
+def test_rank_started_without_srun_fails_at_once(
     live_lab: Lab, run_job: RunJob, tmp_path: Path, python_first: dict[str, str]
 ) -> None:
     train = ROOT / "synthetic_data_example/train.py"

@@ -1,4 +1,4 @@
-"""The files for docker that no engine here can run: read, and their commands taken apart."""
+"""The files for docker, read without an engine: their commands and the files that they name."""
 
 import re
 import shlex
@@ -32,7 +32,7 @@ def service() -> dict[str, object]:
 BOX = {"GPUS": "2", "NODE_RANK": "1", "MASTER_ADDR": "192.0.2.1"}
 
 
-def test_composes_command_is_torchruns() -> None:
+def test_compose_command_is_a_torchrun_line() -> None:
     assert shlex.split(substitute(str(service()["command"]), {**BOX, "COMMAND": "t.py 'a b'"})) == [
         "torchrun",
         "--nnodes=2",
@@ -48,12 +48,12 @@ def test_composes_command_is_torchruns() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(BOX))
-def test_compose_says_what_is_missing(name: str) -> None:
+def test_compose_names_the_missing_variable(name: str) -> None:
     with pytest.raises(KeyError, match=name):
         substitute(str(service()["command"]), {**BOX, name: ""})
 
 
-def test_compose_sets_the_interface_only_where_it_is_said() -> None:
+def test_compose_sets_the_interface_only_if_given() -> None:
     environment = service()["environment"]
     assert isinstance(environment, dict)
     found = [
@@ -63,7 +63,7 @@ def test_compose_sets_the_interface_only_where_it_is_said() -> None:
     assert found == ["=eno1", ""]
 
 
-def test_the_image_is_made_of_files_that_are_there() -> None:
+def test_dockerfile_copies_files_that_exist() -> None:
     text = (FOLDER / "Dockerfile").read_text()
     assert re.findall(r"^(?!#)(\w+) ", text, re.MULTILINE) == [
         "ARG",

@@ -1,4 +1,4 @@
-"""docs/without_slurm.md and docs/recipes.md say what happens."""
+"""docs/without_slurm.md and docs/recipes.md agree with the programs."""
 
 import re
 import subprocess
@@ -27,7 +27,7 @@ def submit(folder: Path, *words: str) -> str:
     return done.stdout
 
 
-def test_the_two_boxes_get_the_lines_that_one_would_type(boxes: Path) -> None:
+def test_dry_run_prints_the_lines_typed_by_hand(boxes: Path) -> None:
     lines = submit(
         boxes, "--backend", "torchrun", "--dry-run", "--", "python", "train.py", "5", "1"
     ).splitlines()
@@ -42,19 +42,19 @@ def test_the_two_boxes_get_the_lines_that_one_would_type(boxes: Path) -> None:
         assert line.endswith(f"{words} )")
 
 
-def test_the_network_of_the_containers_is_made_as_printed(boxes: Path) -> None:
+def test_dry_run_prints_the_network_commands_of_the_page(boxes: Path) -> None:
     command, printed = re.findall(
         r"```console\n\$ python -m ddp_slurm.submit (.*?)\n(.*?)\.\.\.\n```", TEXT, re.DOTALL
     )[0]
     assert submit(boxes, *command.split()).startswith(printed)
 
 
-def test_the_links_lead_somewhere() -> None:
+def test_link_targets_exist() -> None:
     for page in ("without_slurm.md", "recipes.md"):
         for target in re.findall(r"\]\(([^)#]+)", (DOCS / page).read_text()):
             assert (DOCS / target).exists(), f"{page}: {target}"
 
 
-def test_no_recipe_is_left_out() -> None:
+def test_every_recipe_is_linked() -> None:
     text = (DOCS / "recipes.md").read_text()
     assert all(f"(recipes/{file.name})" in text for file in (DOCS / "recipes").glob("*.py"))

@@ -1,4 +1,4 @@
-"""The job script: its text, and what it does when it runs with a stub for srun."""
+"""The job script: its text, and what it does with stubs for Slurm's clients."""
 
 import os
 import shutil
@@ -15,17 +15,24 @@ from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.job.options import JobOptions, SbatchOption
 from ddp_slurm.plan import Plan, make_plan
 from ddp_slurm.render import render_sbatch
-from ddp_slurm.render.templating import directive, render_template
+from ddp_slurm.render.quoting import directive
+from ddp_slurm.render.templating import render_template
 
 from .conftest import Stub
 
 GOLDEN = Path(__file__).parent / "golden"
 
-HOMOGENEOUS = "name: even\nnodes:\n  - {name: 'n[1-3]', gpus: 2, cpus: 8, partition: big, constraint: volta&nvlink}\n"
-TWO_NODES = (
-    "name: mixed\nnodes:\n  - {name: z1, gpus: {type: titan, count: 1}, interface: eno1, env: {NCCL_DEBUG: INFO}}\n"
-    "  - {name: 'a[1-2]', gpus: {type: a100, count: 4}, interface: ens3, partition: big}\n"
-)
+HOMOGENEOUS = """\
+name: even
+nodes:
+  - {name: 'n[1-3]', gpus: 2, cpus: 8, partition: big, constraint: volta&nvlink}
+"""
+TWO_NODES = """\
+name: mixed
+nodes:
+  - {name: z1, gpus: {type: titan, count: 1}, interface: eno1, env: {NCCL_DEBUG: INFO}}
+  - {name: 'a[1-2]', gpus: {type: a100, count: 4}, interface: ens3, partition: big}
+"""
 FULL = {
     "name": 'a job\'s "name" #1',
     "time": "1-12:00:00",
@@ -75,8 +82,8 @@ def rendered(case: str, uneven: Path, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_golden(case: str, uneven: Path, tmp_path: Path) -> None:
-    """To change them on purpose: run with DDP_SLURM_UPDATE_GOLDEN=1 and read the difference."""
+def test_script_equals_its_golden_file(case: str, uneven: Path, tmp_path: Path) -> None:
+    """To update them on purpose: run with DDP_SLURM_UPDATE_GOLDEN=1 and read the difference."""
     text, golden = rendered(case, uneven, tmp_path), GOLDEN / f"{case}.sbatch"
     if os.environ.get("DDP_SLURM_UPDATE_GOLDEN"):
         golden.write_text(text)
@@ -84,7 +91,7 @@ def test_golden(case: str, uneven: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bash_and_shellcheck_have_no_complaint(case: str, uneven: Path, tmp_path: Path) -> None:
+def test_script_passes_bash_and_shellcheck(case: str, uneven: Path, tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
     script.write_text(rendered(case, uneven, tmp_path))
     subprocess.run(["bash", "-n", script], check=True)
@@ -106,7 +113,7 @@ def run_script(text: str, tmp_path: Path, **env: str) -> "subprocess.CompletedPr
 RECORD = 'printf "%s\\0" "$@" > "$RECORD"; env -0 > "$RECORD.env"; exit "${SRUN_STATUS:-0}"'
 
 
-def test_srun_gets_every_segment_and_none_of_component_0s_sizes(
+def test_srun_gets_every_segment_without_the_batch_shells_sizes(
     uneven: Path, tmp_path: Path, stub: Stub
 ) -> None:
     stub("srun", RECORD)
@@ -138,7 +145,7 @@ def test_srun_gets_every_segment_and_none_of_component_0s_sizes(
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
-def test_variables_of_any_name_reach_the_ranks_and_change_nothing(
+def test_env_of_any_name_reaches_the_ranks(
     launcher: str, uneven: Path, tmp_path: Path, stub: Stub
 ) -> None:
     stub("srun", RECORD)
@@ -155,14 +162,14 @@ def test_variables_of_any_name_reach_the_ranks_and_change_nothing(
 
 
 @pytest.mark.parametrize("status", [0, 1, 3, 137])
-def test_the_script_ends_with_sruns_own_status(
+def test_script_exits_with_the_status_of_srun(
     status: int, uneven: Path, tmp_path: Path, stub: Stub
 ) -> None:
     stub("srun", f"exit {status}")
     assert run_script(rendered("uneven", uneven, tmp_path), tmp_path).returncode == status
 
 
-def test_a_stop_at_the_time_limit_is_requeued_and_no_more_often_than_allowed(
+def test_stop_at_the_time_limit_requeues_up_to_max_restarts(
     uneven: Path, tmp_path: Path, stub: Stub
 ) -> None:
     stub("srun", 'touch "$DDP_SLURM_REQUEUE_MARKER"')
@@ -185,9 +192,7 @@ def test_a_stop_at_the_time_limit_is_requeued_and_no_more_often_than_allowed(
     assert (tmp_path / "scontrol").read_text() == "requeue 7\n"
 
 
-def test_outside_slurm_and_with_a_component_missing_it_says_so(
-    uneven: Path, tmp_path: Path, stub: Stub
-) -> None:
+def test_script_refuses_to_run_outside_its_job(uneven: Path, tmp_path: Path, stub: Stub) -> None:
     stub("srun", "echo started")
     text = rendered("uneven", uneven, tmp_path)
     for env, words in (
@@ -215,11 +220,11 @@ def test_outside_slurm_and_with_a_component_missing_it_says_so(
             "nodes:\n"
             + "".join(f"  - {{name: n{i}, gpus: 1, cpus: {i}}}\n" for i in range(1, 130)),
             {},
-            "129 components, Slurm takes 128",
+            "129 components, Slurm accepts at most 128",
         ),
     ],
 )
-def test_what_slurm_would_refuse_or_misread(
+def test_render_refuses_what_slurm_would_misread(
     uneven: Path, tmp_path: Path, cluster: str | None, options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(DdpSlurmError) as caught:
@@ -227,7 +232,7 @@ def test_what_slurm_would_refuse_or_misread(
     assert words in str(caught.value)
 
 
-def test_as_many_components_as_slurm_takes(tmp_path: Path) -> None:
+def test_render_accepts_128_components(tmp_path: Path) -> None:
     nodes = "".join(f"  - {{name: n{i}, gpus: 1, cpus: {i}}}\n" for i in range(1, 129))
     assert render_sbatch(plan_of(tmp_path, f"nodes:\n{nodes}")).count("#SBATCH hetjob\n") == 127
 
@@ -247,9 +252,7 @@ def test_as_many_components_as_slurm_takes(tmp_path: Path) -> None:
         "sbatch",
     ],
 )
-def test_whatever_was_read_before_no_value_begins_a_directive(
-    uneven: Path, tmp_path: Path, field: str
-) -> None:
+def test_no_value_can_start_a_directive(uneven: Path, tmp_path: Path, field: str) -> None:
     bad: Any = "a\n#SBATCH --uid=0"
     bad = {
         "nodes": (bad,),
@@ -267,12 +270,12 @@ def test_whatever_was_read_before_no_value_begins_a_directive(
         render_sbatch(plan)
 
 
-def test_a_value_that_a_template_lacks_is_an_error() -> None:
+def test_template_with_a_missing_value_fails() -> None:
     with pytest.raises(jinja2.UndefinedError, match="'release' is undefined"):
         render_template("slurmdbd.conf.j2")
 
 
-def test_directive_values() -> None:
+def test_directive_quotes_as_sbatch_reads() -> None:
     assert directive("a-b_c/%x.out") == "a-b_c/%x.out"
     assert directive('it\'s "x" \\ #1') == '"it\'s \\"x\\" \\\\ #1"'
     with pytest.raises(DdpSlurmError, match="newline"):

@@ -1,4 +1,4 @@
-"""torchrun's lines and containers: whatever the words hold, each arrives as it is, and nothing in them is run."""
+"""torchrun's lines and containers: every word arrives unchanged, and nothing in it is executed."""
 
 import json
 import os
@@ -59,8 +59,9 @@ CLUSTER = Cluster(
 
 RECORDER = """#!{python}
 import json, os, sys
+program = os.path.basename(sys.argv[0])
 with open({log!r}, "a") as log:
-    log.write(json.dumps([os.path.basename(sys.argv[0]), sys.argv[1:], dict(os.environ), os.getcwd()]) + "\\n")
+    log.write(json.dumps([program, sys.argv[1:], dict(os.environ), os.getcwd()]) + "\\n")
 """
 
 
@@ -69,7 +70,7 @@ def plan_of(**options: object) -> Plan:
 
 
 class Stubs:
-    """Programs that only say how they were called."""
+    """Programs that only record how they were called."""
 
     def __init__(self, folder: Path) -> None:
         self.bin, self.log = folder / "stubs", folder / "calls"
@@ -101,7 +102,7 @@ def bash(line: str, stubs: Stubs, folder: Path) -> "subprocess.CompletedProcess[
     )
 
 
-def test_the_words_of_torchrun(stubs: Stubs, tmp_path: Path) -> None:
+def test_line_runs_torchrun_with_the_planned_words(stubs: Stubs, tmp_path: Path) -> None:
     python = stubs.add("my python")
     stubs.environ |= {"OMP_NUM_THREADS": "7", "PYTHONUNBUFFERED": ""}
     first, second = render_torchrun(
@@ -143,7 +144,7 @@ def test_the_words_of_torchrun(stubs: Stubs, tmp_path: Path) -> None:
     assert "GLOO_SOCKET_IFNAME" not in environ2
 
 
-def test_the_rendezvous_is_each_plans_and_each_attempts_own() -> None:
+def test_rendezvous_differs_by_plan_and_attempt() -> None:
     def option(word: str, attempt: int = 0, folder: str = "/", **options: object) -> str:
         line = render_torchrun(plan_of(**options), folder, "p", attempt)[-1].line
         return re.findall(f" --{word}=([^ ]*) ", line)[0]
@@ -171,24 +172,24 @@ def test_the_rendezvous_is_each_plans_and_each_attempts_own() -> None:
         ("python3 t.py", {"venv": "/v"}, ["python3", "t.py"]),
     ],
 )
-def test_a_bare_python_is_the_interpreter_of_the_node(
+def test_bare_python_is_the_interpreter_of_the_node(
     command: str, options: dict[str, str], words: list[str]
 ) -> None:
     line = render_torchrun(plan_of(**{"command": command, **options}), "/", "/a b/p")[0].line
     assert shlex.split(line.partition(" --no-python ")[2].removesuffix(" )")) == words
 
 
-def test_zsh_gets_no_bare_equals_sign() -> None:
-    """It takes A==eth0 for the path of a program eth0."""
+def test_values_that_start_with_an_equals_sign_are_quoted() -> None:
+    """zsh expands A==eth0 to the path of a program eth0."""
     assert " NCCL_SOCKET_IFNAME='=eno1' " in render_torchrun(plan_of(), "/", "p")[0].line
 
 
-def test_without_a_command_there_is_nothing_to_run() -> None:
+def test_render_torchrun_requires_a_command() -> None:
     with pytest.raises(TorchrunError, match="no command"):
         render_torchrun(plan_of(command=[]), "/", "p")
 
 
-def test_every_word_arrives_through_the_line(
+def test_line_passes_every_word_unchanged(
     stubs: Stubs, tmp_path: Path, hostile_folder: Path
 ) -> None:
     plan = plan_of(
@@ -206,7 +207,7 @@ def test_every_word_arrives_through_the_line(
 
 
 @pytest.mark.parametrize("word", [word for word in HOSTILE if word])
-def test_the_environment_of_the_node_is_entered(stubs: Stubs, tmp_path: Path, word: str) -> None:
+def test_line_enters_venv_and_conda_environment(stubs: Stubs, tmp_path: Path, word: str) -> None:
     folder = tmp_path / f"v {word}"
     (folder / "bin").mkdir(parents=True)
     shutil.copy(stubs.add("python"), folder / "bin" / "python")
@@ -229,7 +230,7 @@ def test_the_environment_of_the_node_is_entered(stubs: Stubs, tmp_path: Path, wo
     assert len(stubs.calls()) == 2
 
 
-def test_every_word_arrives_through_the_ssh_client_and_the_remote_shell(
+def test_ssh_and_remote_shell_pass_every_word_unchanged(
     stubs: Stubs, tmp_path: Path, hostile_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ssh = stubs.bin / "ssh"
@@ -247,7 +248,7 @@ def test_every_word_arrives_through_the_ssh_client_and_the_remote_shell(
     assert not list(tmp_path.rglob("made"))
 
 
-def test_a_newline_reaches_no_shell() -> None:
+def test_newlines_are_refused() -> None:
     for field in (
         {"command": ["a\nb"]},
         {"env": ["A=a\nb"]},
@@ -260,14 +261,23 @@ def test_a_newline_reaches_no_shell() -> None:
         render_torchrun(plan_of(), "/a\nb", "python3")
 
 
-def test_no_secret_is_an_argument(tmp_path: Path) -> None:
+def test_secrets_are_not_arguments(tmp_path: Path) -> None:
     plan = plan_of(env=["TOKEN=s3cret"], container="docker:image")
     for process in backend._processes(plan, 0):
         assert not any("s3cret" in word for word in process.argv)
     assert "s3cret" not in render_torchrun(plan, "/", "python3")[0].line.partition(" exec ")[2]
 
 
-def test_docker_runs_what_was_asked(stubs: Stubs, tmp_path: Path) -> None:
+def test_hold_ranks_passes_shellcheck() -> None:
+    shellcheck = shutil.which("shellcheck")
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed")
+    program = Path(backend.__file__).with_name("hold_ranks.sh")
+    done = subprocess.run([shellcheck, program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_docker_gets_options_variables_and_command(stubs: Stubs, tmp_path: Path) -> None:
     stubs.add("docker")
     plan = plan_of(
         command=["python", "t.py", *WORDS],
@@ -309,7 +319,7 @@ def test_docker_runs_what_was_asked(stubs: Stubs, tmp_path: Path) -> None:
     assert clean_up == ["rm", "--force", name]
 
 
-def test_the_real_docker_client_takes_the_options(stubs: Stubs, tmp_path: Path) -> None:
+def test_real_docker_client_accepts_the_options(stubs: Stubs, tmp_path: Path) -> None:
     if shutil.which("docker") is None:
         pytest.skip("no docker client")
     plan = plan_of(
@@ -317,11 +327,11 @@ def test_the_real_docker_client_takes_the_options(stubs: Stubs, tmp_path: Path) 
     )
     stubs.environ["DOCKER_HOST"] = f"unix://{tmp_path}/no.sock"
     done = bash(render_torchrun(plan, str(tmp_path), "python3")[0].line, stubs, tmp_path)
-    # it parses everything before it looks for the engine, and there is none
+    # it parses all options before it looks for the engine, which does not exist
     assert "no.sock" in done.stderr
 
 
-def test_an_overlay_network_has_names_of_its_own(stubs: Stubs, tmp_path: Path) -> None:
+def test_overlay_network_uses_container_names(stubs: Stubs, tmp_path: Path) -> None:
     stubs.add("docker")
     plan = plan_of(container="docker:torch", **{"container-network": "ddp"})
     for command in render_torchrun(plan, str(tmp_path), "python3"):
@@ -356,9 +366,7 @@ def test_an_overlay_network_has_names_of_its_own(stubs: Stubs, tmp_path: Path) -
     )
 
 
-def test_a_folder_that_cannot_be_mounted_is_refused_on_the_node(
-    stubs: Stubs, tmp_path: Path
-) -> None:
+def test_node_refuses_a_folder_that_cannot_be_mounted(stubs: Stubs, tmp_path: Path) -> None:
     stubs.add("apptainer")
     for name in ("a,b", "a:b", 'a"b', "a\\b"):
         folder = tmp_path / name
@@ -392,7 +400,7 @@ def segments(plan: Plan, stubs: Stubs, folder: Path) -> list[list[str]]:
     return [words[:colon], words[colon + 1 :]]
 
 
-def test_pyxis_and_apptainer_get_what_was_asked(stubs: Stubs, tmp_path: Path) -> None:
+def test_pyxis_and_apptainer_get_options_and_command(stubs: Stubs, tmp_path: Path) -> None:
     common = {"command": ["python", "t.py", *WORDS], "env": ENV, "mount": ["/da ta:/mnt:ro"]}
     plan = plan_of(container="pyxis:nv#torch", **common)
     step = {"PYTHONUNBUFFERED", *plan.step_env(), *VALUES}
@@ -431,7 +439,7 @@ def test_pyxis_and_apptainer_get_what_was_asked(stubs: Stubs, tmp_path: Path) ->
         ]
 
 
-def test_launcher_torchrun_is_one_task_a_node(stubs: Stubs, tmp_path: Path) -> None:
+def test_launcher_torchrun_starts_one_task_a_node(stubs: Stubs, tmp_path: Path) -> None:
     plan = plan_of(launcher="torchrun", **{"cpus-per-task": "3"})
     first, second = segments(plan, stubs, tmp_path)
     assert first[2:6] == ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=3"]
@@ -460,7 +468,7 @@ def test_launcher_torchrun_is_one_task_a_node(stubs: Stubs, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("failures", "calls", "status"), [(0, 1, 0), (1, 2, 0), (2, 3, 0), (3, 3, 9)]
 )
-def test_launcher_torchrun_starts_all_nodes_again(
+def test_launcher_torchrun_restarts_all_nodes(
     stubs: Stubs, tmp_path: Path, failures: int, calls: int, status: int
 ) -> None:
     srun = stubs.bin / "srun"
@@ -497,7 +505,7 @@ def test_launcher_torchrun_starts_all_nodes_again(
         ({"launcher": "mpirun"}, "'mpirun' is not accepted here; srun and torchrun are"),
     ],
 )
-def test_what_is_refused_at_load(options: dict[str, object], words: str) -> None:
+def test_options_refused_at_load(options: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words.replace("(", r"\(")):
         plan_of(**options)
 
@@ -510,15 +518,15 @@ def test_what_is_refused_at_load(options: dict[str, object], words: str) -> None
         ({"container": "docker:x", "venv": "/v"}, "its own Python"),
     ],
 )
-def test_what_does_not_go_together(options: dict[str, object], words: str) -> None:
+def test_options_that_cannot_be_combined(options: dict[str, object], words: str) -> None:
     with pytest.raises(OptionsError, match=words):
         JobOptions.read(options).check_together()
 
 
-def test_engines_have_their_place() -> None:
+def test_container_engine_must_fit_the_backend() -> None:
     with pytest.raises(RenderError, match="under Slurm use pyxis"):
         render_sbatch(plan_of(container="docker:x"))
     with pytest.raises(TorchrunError, match="plug-in of Slurm"):
         render_torchrun(plan_of(container="pyxis:x"), "/", "python3")
-    with pytest.raises(TorchrunError, match="link's own"):
+    with pytest.raises(TorchrunError, match="valid on one link only"):
         render_torchrun(plan_of(env=["MASTER_ADDR=fe80::1%eth0"]), "/", "python3")
