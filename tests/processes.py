@@ -8,7 +8,7 @@ from typing import Any
 
 @contextmanager
 def running(command: list[str], **settings: Any) -> Iterator[subprocess.Popen[str]]:
-    """The command, its standard output a pipe and its standard error one too, with the output or as the settings say."""
+    """Run the command; standard output and error are one pipe unless the settings differ."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, **{**pipes, **settings}) as process:
         try:

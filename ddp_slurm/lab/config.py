@@ -4,25 +4,23 @@ import os
 import re
 import stat
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ddp_slurm.admin.configs import LabSettings, render_configs, write_configs
 from ddp_slurm.cluster import Cluster, Node
 from ddp_slurm.hostlist import expand_hostlist
+from ddp_slurm.lab.layout import LabLayout
 
-if TYPE_CHECKING:
-    from ddp_slurm.lab.lab import Lab
-
-CPUS_PER_GPU, MEMORY_MB_PER_GPU = 8, 16384
+CPUS_PER_GPU = 8
+MEMORY_MB_PER_GPU = 16384
 NULL_DEVICE = os.makedev(1, 3)
 
 
-def write_configuration(lab: "Lab", cluster: Cluster, slurm_version: str) -> None:
+def write_configuration(lab: LabLayout, cluster: Cluster, slurm_version: str) -> None:
     """Write slurm.conf and its companions, and make the device files that they name."""
     settings = LabSettings(
         state_dir=str(lab.folder / "state"),
         spool_dir=str(lab.folder / "spool" / "%n"),
-        log_dir=str(lab.folder / "log"),
+        log_dir=str(lab.log_folder),
         run_dir=str(lab.folder / "state"),
         munge_socket=str(lab.folder / "munge" / "socket"),
         controller=lab.controller,
@@ -37,14 +35,16 @@ def write_configuration(lab: "Lab", cluster: Cluster, slurm_version: str) -> Non
 
 
 def _with_defaults(node: Node) -> Node:
-    """A description without CPUs or memory is enough here; every GPU gets some of both."""
+    """The node with some CPUs and memory for each GPU where its description has none."""
     gpus = max(1, node.gpu_count)
-    cpus = node.cpus if node.cpus or node.cores_per_socket else CPUS_PER_GPU * gpus
+    cpus = node.cpus
+    if not cpus and not node.cores_per_socket:
+        cpus = CPUS_PER_GPU * gpus
     return node._replace(cpus=cpus, memory_mb=node.memory_mb or MEMORY_MB_PER_GPU * gpus)
 
 
 def _make_gpu_devices(gres_conf: str) -> None:
-    """Slurm wants character devices, which it does not open: these are twins of /dev/null."""
+    """Slurm wants character devices, which it does not open: these are copies of /dev/null."""
     for files in re.findall(r"\bFile=(\S+)", gres_conf):
         for path in expand_hostlist(files):
             if not os.path.exists(path):

@@ -3,44 +3,40 @@
 import os
 import re
 import secrets
-import subprocess
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ddp_slurm.ask import Answer, ask
 from ddp_slurm.lab import network
 from ddp_slurm.lab.errors import LabError
-
-if TYPE_CHECKING:
-    from ddp_slurm.lab.lab import Lab, LabNode
+from ddp_slurm.lab.layout import LabLayout, LabNode
 
 SLURMCTLD_PORT = 6817
 START_SECONDS = 60.0
 POLL_SECONDS = 0.05
+ANSWER_SECONDS = 20.0
+"""A slurmctld that is running answers at once; a client itself gives up after almost a minute."""
+
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
-def slurm_version(lab: "Lab") -> str:
+def slurm_version(lab: LabLayout) -> str:
     """``22.05.8``, of the release that the lab's daemons belong to."""
-    done = lab.run(["slurmd", "-V"], capture_output=True, text=True)
-    match = re.search(r"[0-9]+\.[0-9]+\.[0-9]+", done.stdout)
+    answer = lab.ask(["slurmd", "-V"])
+    match = re.search(r"[0-9]+\.[0-9]+\.[0-9]+", answer.out)
     if not match:
-        raise LabError(
-            f"slurmd -V says {(done.stdout or done.stderr).strip()!r}, no release such as 22.05.8"
-        )
+        raise LabError(f"slurmd -V: expected a release such as 22.05.8, got {answer.text!r}")
     return match[0]
 
 
-def start_munged(lab: "Lab") -> None:
-    """A munged with a key and a socket of its own: another one on the machine is neither used nor disturbed."""
+def start_munged(lab: LabLayout) -> None:
+    """Start a munged with its own key and socket: another one on the machine is not disturbed."""
     folder = lab.folder / "munge"
     folder.mkdir()
-    with open(
-        os.open(folder / "munge.key", os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o400), "wb"
-    ) as key:
-        key.write(secrets.token_bytes(1024))
-    log = lab.folder / "log" / "munged.log"
+    _write_secret(folder / "munge.key", secrets.token_bytes(1024))
+    log = lab.log_folder / "munged.log"
     options = {
         "key-file": folder / "munge.key",
         "socket": folder / "socket",
@@ -52,107 +48,138 @@ def start_munged(lab: "Lab") -> None:
     argv = ["munged", "--force", *(f"--{name}={value}" for name, value in options.items())]
     _start(lab, None, argv, log)
     _wait(
-        lambda: (folder / "socket").is_socket(), lambda: f"munged does not start\n{log_tail(log)}"
+        (folder / "socket").is_socket,
+        lambda: f"munged does not start\n{log_tail(log)}",
     )
 
 
-def start_slurmctld(lab: "Lab") -> None:
-    log = lab.folder / "log" / "slurmctld.log"
+def _write_secret(path: Path, secret: bytes) -> None:
+    """A new file that only its owner can read, from its first byte on."""
+    handle = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o400)
+    with open(handle, "wb") as file:
+        file.write(secret)
+
+
+def start_slurmctld(lab: LabLayout) -> None:
+    log = lab.log_folder / "slurmctld.log"
     _start(lab, None, ["slurmctld", "-f", str(lab.slurm_conf)], log)
     _wait(
         lambda: network.listens(lab.switch, SLURMCTLD_PORT),
-        lambda: f"slurmctld does not answer\n{log_tail(log)}",
-        lambda: not lab.daemon_runs(None, "slurmctld"),
+        lambda: f"slurmctld does not respond\n{log_tail(log)}",
+        lambda: not is_running(lab, None, "slurmctld"),
     )
 
 
-def start_slurmd(lab: "Lab", *nodes: "LabNode") -> None:
+def start_slurmd(lab: LabLayout, *nodes: LabNode) -> None:
     """Start the nodes' slurmd, all at once."""
-    for node in nodes:
+
+    def start(node: LabNode) -> Answer:
         (lab.folder / "spool" / node.name).mkdir(exist_ok=True)
-    launched = [
-        _launch(lab, node, ["slurmd", "-N", node.name, "-f", str(lab.slurm_conf)]) for node in nodes
+        return _launch(lab, node, ["slurmd", "-N", node.name, "-f", str(lab.slurm_conf)])
+
+    with ThreadPoolExecutor(max_workers=len(nodes)) as threads:
+        answers = list(threads.map(start, nodes))
+    errors = [
+        _failure("slurmd", node.name, answer, slurmd_log(lab, node))
+        for node, answer in zip(nodes, answers, strict=True)
+        if answer.status
     ]
-    faults = []
-    for node, process in zip(nodes, launched, strict=True):
-        _, error = process.communicate()
-        if process.returncode:
-            faults.append(_failure("slurmd", node.name, error, slurmd_log(lab, node)))
-    if faults:
-        raise LabError("\n".join(faults))
+    if errors:
+        raise LabError("\n".join(errors))
 
 
-def slurmd_log(lab: "Lab", node: "LabNode") -> Path:
-    return lab.folder / "log" / f"slurmd.{node.name}.log"
+def slurmd_log(lab: LabLayout, node: LabNode) -> Path:
+    return lab.log_folder / f"slurmd.{node.name}.log"
 
 
-def wait_for_nodes(lab: "Lab") -> None:
-    """Wait until Slurm calls every node idle, which takes about a second, or say what the daemons say."""
+def node_states(lab: LabLayout) -> dict[str, str]:
+    """Slurm's state of each node, in the order of the cluster: ``{"beta": "IDLE+DRAIN"}``."""
+    answer = lab.ask(["scontrol", "-o", "show", "node"], ANSWER_SECONDS)
+    if answer.status:
+        raise LabError(f"lab {lab.name!r}: slurmctld does not respond: {answer.text}")
+    states = dict(re.findall(r"^NodeName=(\S+) .*? State=(\S+)", answer.out, re.MULTILINE))
+    return {node.name: states.get(node.name, "UNKNOWN") for node in lab.nodes}
 
-    def waiting() -> list["LabNode"]:
-        states = lab.status()
-        return [node for node in lab.nodes if states[node.name] != "IDLE"]
+
+def wait_for_nodes(lab: LabLayout) -> None:
+    """Wait until every node is idle, which takes about a second.
+
+    Raises LabError, with the daemons' errors, where that does not happen.
+    """
+
+    def not_idle() -> list[tuple[LabNode, str]]:
+        states = node_states(lab)
+        return [(node, states[node.name]) for node in lab.nodes if states[node.name] != "IDLE"]
 
     def message() -> str:
-        states = lab.status()
-        faults = [
-            f"node {node.name} does not become idle (Slurm says {states[node.name]})\n{log_tail(slurmd_log(lab, node))}"
-            for node in waiting()
-        ]
-        return "\n".join(faults)
+        return "\n".join(
+            f"node {node.name} does not become idle; its state is {state}\n"
+            f"{log_tail(slurmd_log(lab, node))}"
+            for node, state in not_idle()
+        )
 
     _wait(
-        lambda: not waiting(),
+        lambda: not not_idle(),
         message,
-        lambda: not all(lab.daemon_runs(node, "slurmd") for node in lab.nodes),
+        lambda: not all(is_running(lab, node, "slurmd") for node in lab.nodes),
     )
 
 
-def _start(lab: "Lab", node: "LabNode | None", argv: list[str], log: Path) -> None:
-    """Start a daemon that goes into the background by itself."""
-    process = _launch(lab, node, argv)
-    _, error = process.communicate()
-    if process.returncode:
-        raise LabError(_failure(argv[0], node.name if node else lab.controller, error, log))
+def is_running(lab: LabLayout, node: LabNode | None, program: str) -> bool:
+    """Whether a program of that name runs on a node, or with None on slurmctld's host."""
+    pids = network.processes(node.netns if node else lab.switch)
+    return any(_program_name(pid) == program for pid in pids)
 
 
-def _launch(lab: "Lab", node: "LabNode | None", argv: list[str]) -> "subprocess.Popen[str]":
+def _program_name(pid: int) -> str:
+    try:
+        program = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").partition("\0")[0]
+    except OSError:  # the process has ended
+        return ""
+    return os.path.basename(program)
+
+
+def _start(lab: LabLayout, node: LabNode | None, argv: list[str], log: Path) -> None:
+    answer = _launch(lab, node, argv)
+    if answer.status:
+        host = node.name if node else lab.controller
+        raise LabError(_failure(argv[0], host, answer, log))
+
+
+def _launch(lab: LabLayout, node: LabNode | None, argv: list[str]) -> Answer:
+    """Run a daemon that goes into the background by itself, from / and with a plain environment."""
     environ = {
         "PATH": PATH,
         "HOME": "/root",
         "LANG": os.environ.get("LANG", "C.UTF-8"),
         "TMPDIR": "/tmp",
     }
-    return subprocess.Popen(
-        lab.inside(node, argv),
-        env=environ,
-        cwd="/",
-        text=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
+    return ask(["env", "-C", "/", *lab.inside(node, argv)], environ=environ)
 
 
-def _failure(program: str, host: str, error: str, log: Path) -> str:
-    return f"{program} on {host} does not start: {error.strip()}\n{log_tail(log)}".rstrip()
+def _failure(program: str, host: str, answer: Answer, log: Path) -> str:
+    return f"{program} on {host} does not start: {answer.err.strip()}\n{log_tail(log)}".rstrip()
 
 
 def _wait(
-    done: Callable[[], bool], message: Callable[[], str], hopeless: Callable[[], bool] | None = None
+    done: Callable[[], bool],
+    message: Callable[[], str],
+    hopeless: Callable[[], bool] = lambda: False,
 ) -> None:
+    """Wait for ``done``; raises LabError with ``message`` after START_SECONDS or when hopeless."""
     give_up = time.monotonic() + START_SECONDS
     while not done():
-        if time.monotonic() > give_up or (hopeless and hopeless()):
+        if time.monotonic() > give_up or hopeless():
             raise LabError(message())
         time.sleep(POLL_SECONDS)
 
 
 def log_tail(path: Path, lines: int = 8) -> str:
-    """The last lines of a daemon's log, errors first of all."""
+    """The last lines of a daemon's log: its errors, or the log's end where it has none."""
     try:
         text = path.read_text(errors="replace").splitlines()
     except FileNotFoundError:
         return ""
-    faults = [line for line in text if "error:" in line or "fatal:" in line]
-    return "\n".join(f"  {path.name}: {line}" for line in (faults or text)[-lines:])
+    errors = [line for line in text if "error:" in line or "fatal:" in line]
+    shown = errors or text
+    return "\n".join(f"  {path.name}: {line}" for line in shown[-lines:])

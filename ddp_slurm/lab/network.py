@@ -1,23 +1,23 @@
-"""Network namespaces: a switch that slurmctld shares, one namespace a node, and one link to this machine.
+"""Network namespaces: a switch with slurmctld, one namespace a node, one link to this machine.
 
-The bridge stands in the controller's namespace and not in the machine's own, so that the machine's firewall
-(Docker sets forwarding to drop) does not see what the nodes say to each other, and all links but one vanish with
-their namespaces.
+The bridge is in the controller's namespace and not in the machine's own. So the machine's firewall
+(Docker sets forwarding to drop) does not see what the nodes send to each other, and all links but
+one vanish with their namespaces.
 """
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from ddp_slurm.ask import Answer, ask
 from ddp_slurm.lab.errors import LabError
 from ddp_slurm.lab.machine import with_system_programs
 
 NETNS_FOLDER = Path("/run/netns")
 NETWORKS = [f"198.{18 + n // 256}.{n % 256}" for n in range(512)]
-"""The range 198.18.0.0/15 is set aside for tests of network devices (RFC 2544): no real network uses it."""
+"""198.18.0.0/15 is reserved for tests of network devices (RFC 2544): no real network uses it."""
 
 SWITCH_HOST, MACHINE_HOST = 254, 253
 MAX_NODES = 250
@@ -26,16 +26,14 @@ DEATH_SECONDS = 20.0
 
 def ip(*args: str) -> str:
     """Run ``ip``; its error becomes a LabError."""
-    done = _try_ip(*args)
-    if done.returncode:
-        raise LabError(f"ip {' '.join(args)}: {done.stderr.strip()}")
-    return done.stdout
+    answer = _try_ip(*args)
+    if answer.status:
+        raise LabError(f"ip {' '.join(args)}: {answer.err.strip()}")
+    return answer.out
 
 
-def _try_ip(*args: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        ["ip", *args], env=with_system_programs(os.environ), capture_output=True, text=True
-    )
+def _try_ip(*args: str) -> Answer:
+    return ask(["ip", *args], environ=with_system_programs(os.environ))
 
 
 def link_name(network: int) -> str:
@@ -48,13 +46,14 @@ def free_network(taken: Iterable[int]) -> int:
     addresses = ip("-o", "-4", "address", "show")
     links = set(os.listdir("/sys/class/net"))
     for n in set(range(len(NETWORKS))).difference(taken):
-        if f" {NETWORKS[n]}." not in addresses and link_name(n) not in links:
+        address_free = f" {NETWORKS[n]}." not in addresses
+        if address_free and link_name(n) not in links:
             return n
     raise LabError(f"all {len(NETWORKS)} networks of 198.18.0.0/15 are in use; take a lab down")
 
 
 def make_switch(netns: str, network: int) -> None:
-    """The controller's namespace with a bridge in it, reachable from this machine at address .254."""
+    """The controller's namespace with a bridge in it; this machine reaches it at address .254."""
     ip("netns", "add", netns)
     prefix, link = NETWORKS[network], link_name(network)
     ip("-n", netns, "link", "set", "lo", "up")
@@ -70,20 +69,9 @@ def make_switch(netns: str, network: int) -> None:
 def make_node(netns: str, switch: str, index: int, address: str) -> None:
     """A namespace with one interface, eth0, plugged into the switch."""
     ip("netns", "add", netns)
-    ip(
-        "link",
-        "add",
-        f"node{index}",
-        "netns",
-        switch,
-        "type",
-        "veth",
-        "peer",
-        "name",
-        "eth0",
-        "netns",
-        netns,
-    )
+    switch_end = ["link", "add", f"node{index}", "netns", switch, "type", "veth"]
+    node_end = ["peer", "name", "eth0", "netns", netns]
+    ip(*switch_end, *node_end)
     ip("-n", netns, "link", "set", "lo", "up")
     ip("-n", netns, "address", "add", f"{address}/24", "dev", "eth0")
     ip("-n", netns, "link", "set", "eth0", "up")
@@ -103,7 +91,7 @@ def namespaces(prefix: str) -> list[str]:
 
 
 def processes(netns: str) -> list[int]:
-    """All processes inside a namespace. The kernel's word, so no stale pid file can name somebody else's."""
+    """All processes inside a namespace, as the kernel reports them: a pid file may be stale."""
     try:
         wanted = os.stat(NETNS_FOLDER / netns)
     except FileNotFoundError:
@@ -114,7 +102,7 @@ def processes(netns: str) -> list[int]:
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             inside = os.stat(f"/proc/{pid}/ns/net")
-        except OSError:  # gone meanwhile, or a zombie
+        except OSError:  # it has ended meanwhile, or is a zombie
             continue
         if (inside.st_dev, inside.st_ino) == (wanted.st_dev, wanted.st_ino):
             found.append(int(pid))
@@ -122,42 +110,52 @@ def processes(netns: str) -> list[int]:
 
 
 def listens(netns: str, port: int) -> bool:
-    """Whether something in a namespace listens on a TCP port. Read from the kernel: a connection would be logged."""
-    for pid in processes(netns):
-        lines: list[str] = []
-        for file in ("tcp", "tcp6"):
-            try:
-                lines += Path(f"/proc/{pid}/net/{file}").read_text().splitlines()
-            except OSError:  # no IPv6, or the process is gone meanwhile
-                continue
-        fields = [line.split() for line in lines]
-        if any(
-            field[1].endswith(f":{port:04X}") and field[3] == "0A" for field in fields
-        ):  # 0A: TCP_LISTEN
-            return True
+    """Whether something in a namespace listens on a TCP port.
+
+    Asks the kernel: the daemon would log a connection.
+    """
+    return any(_listens(pid, port) for pid in processes(netns))
+
+
+TCP_LISTEN = "0A"
+"""A state in /proc/PID/net/tcp, whose lines begin: number, local and remote address, state."""
+
+
+def _listens(pid: int, port: int) -> bool:
+    for file in ("tcp", "tcp6"):
+        try:
+            lines = Path(f"/proc/{pid}/net/{file}").read_text().splitlines()
+        except OSError:  # no IPv6, or the process has ended meanwhile
+            continue
+        for line in lines:
+            _, local_address, _, state = line.split()[:4]
+            if state == TCP_LISTEN and local_address.endswith(f":{port:04X}"):
+                return True
     return False
 
 
 def check_outside(*netns: str) -> None:
-    """Raises LabError where this very process runs inside one of the namespaces and would kill itself half-way."""
+    """Raises LabError where this process runs in one of the namespaces: it would kill itself."""
     for name in netns:
         if os.getpid() in processes(name):
-            raise LabError(f"this very process runs inside {name}; do that from outside the lab")
+            raise LabError(f"this process runs inside {name}; do that from outside the lab")
 
 
 def kill_processes(netns: str) -> None:
-    """SIGKILL everything in a namespace, children that are born meanwhile included, and wait until it is gone."""
+    """SIGKILL everything in a namespace, and children started meanwhile, and wait for their end."""
     give_up = time.monotonic() + DEATH_SECONDS
-    while pids := processes(netns):
+    pids = processes(netns)
+    while pids:
         if time.monotonic() > give_up:
-            raise LabError(f"processes {pids} in network namespace {netns} do not die")
+            raise LabError(f"processes {pids} in network namespace {netns} do not end on SIGKILL")
         for pid in pids:
             _kill(pid, netns)
         time.sleep(0.01)
+        pids = processes(netns)
 
 
 def _kill(pid: int, netns: str) -> None:
-    """Kill one process if it is (still) inside; a pid may have been given to another one since it was read."""
+    """Kill a process if it is still inside: another one may have got its pid since it was read."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -180,7 +178,7 @@ def remove_namespace(netns: str) -> None:
 def remove_link(network: int) -> None:
     """Remove the machine's link of a lab; its other end vanishes with it."""
     link = link_name(network)
-    done = _try_ip("link", "delete", link)
-    # It may be gone already, or go at this moment: the kernel removes a dead namespace's links in the background.
-    if done.returncode and link in os.listdir("/sys/class/net"):
-        raise LabError(f"ip link delete {link}: {done.stderr.strip()}")
+    answer = _try_ip("link", "delete", link)
+    # It may have gone already: the kernel removes the links of a dead namespace in the background.
+    if answer.status and link in os.listdir("/sys/class/net"):
+        raise LabError(f"ip link delete {link}: {answer.err.strip()}")

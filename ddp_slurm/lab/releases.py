@@ -1,17 +1,19 @@
-"""Other Slurm releases for the lab: the root folders of other Debian systems, made once by debootstrap and kept.
+"""Other Slurm releases for the lab: root folders of other Debian systems.
 
-They stand in $DDP_SLURM_RELEASES or ~/.cache/ddp_slurm/releases; remove that folder to make them anew.
+debootstrap makes each once. They are kept in $DDP_SLURM_RELEASES or ~/.cache/ddp_slurm/releases;
+remove that folder to make them again.
 """
 
 import fcntl
 import os
 import re
 import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddp_slurm.ask import ask
 from ddp_slurm.lab.errors import LabError
+from ddp_slurm.lab.machine import with_system_programs
 
 PACKAGES = "slurmctld,slurmd,slurm-client,munge"
 
@@ -22,12 +24,16 @@ class ReleaseNotAvailable(LabError):
 
 @dataclass(frozen=True)
 class Release:
-    """``suite`` of Debian has Slurm ``slurm``; older debootstraps know new suites only as ``script``."""
+    """A release of Slurm and the Debian that has it."""
 
     slurm: str
+    """``22.05``"""
     suite: str
+    """debootstrap's name of the Debian."""
     system: str
+    """Its name for people."""
     script: str = "sid"
+    """debootstrap's script: an old debootstrap has none for a new suite."""
 
 
 RELEASES = {
@@ -66,45 +72,29 @@ def slurm_root(slurm: str) -> Path | None:
 
 
 def _debootstrap(release: Release, root: Path) -> None:
+    """Make the root folder, whole or not at all."""
     if os.geteuid() or not shutil.which("debootstrap"):
         raise ReleaseNotAvailable("debootstrap is not installed, or this is not root")
-    unfinished, log = root.with_name(f"{root.name}.unfinished"), root.with_name(f"{root.name}.log")
+    unfinished = root.with_name(f"{root.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    # What it mounts there ends with it, also when it is killed.
-    command = [
-        "unshare",
-        "--mount",
-        "--",
-        "debootstrap",
-        "--variant=minbase",
-        f"--include={PACKAGES}",
-    ]
+    command = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}"]
     command += [release.suite, str(unfinished), "", release.script]
-    with open(log, "w") as output:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-        )
-    if done.returncode:
-        last = log.read_text().splitlines()[-1:]
-        raise ReleaseNotAvailable(
-            f"debootstrap of {release.system}: {''.join(last) or done.returncode}; see {log}"
-        )
+    # In a mount namespace: what debootstrap mounts ends with it, also when it is killed.
+    answer = ask(["unshare", "--mount", "--", *command])
+    if answer.status:
+        log = root.with_name(f"{root.name}.log")
+        log.write_text(answer.out + answer.err)
+        last_line = answer.out.strip().rpartition("\n")[2] or answer.text or str(answer.status)
+        raise ReleaseNotAvailable(f"debootstrap of {release.system}: {last_line}; see {log}")
     for archive in (unfinished / "var/cache/apt/archives").glob("*.deb"):
         archive.unlink()
     (unfinished / "etc/hosts").touch()  # the lab's own hosts file is mounted on it
-    log.unlink()
     unfinished.rename(root)
 
 
 def _version_in(root: Path | None) -> str | None:
     """``22.05`` of the slurmd in a root folder, or of this machine."""
-    command = ["chroot", str(root), "slurmd", "-V"] if root else ["slurmd", "-V"]
-    path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, env={**os.environ, "PATH": path}
-        )
-    except FileNotFoundError:
-        return None
-    match = re.search(r"([0-9]+\.[0-9]+)\.[0-9]+", done.stdout)
+    enter_root = ["chroot", str(root)] if root else []
+    answer = ask([*enter_root, "slurmd", "-V"], environ=with_system_programs(os.environ))
+    match = re.search(r"([0-9]+\.[0-9]+)\.[0-9]+", answer.out)
     return match[1] if match else None

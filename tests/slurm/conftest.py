@@ -1,11 +1,10 @@
-"""Live Slurm for the tests: labs with names of their own, so that several test runs can go on side by side."""
+"""Live Slurm for the tests, in labs with names of their own: test runs can go on side by side."""
 
 import contextlib
 import itertools
 import os
 import re
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,35 +16,11 @@ from ddp_slurm.lab import Lab, LabError
 from ddp_slurm.lab.lab import all_labs
 from ddp_slurm.lab.machine import check_machine
 from ddp_slurm.lab.releases import RELEASES, ReleaseNotAvailable, slurm_root
+from ddp_slurm.slurm_client.states import FINAL_STATES
+from tests.clusters import UNEVEN
+from tests.waiting import wait_until
 
-LIVE_CLUSTER = """\
-name: lab
-nodes:
-  - name: gamma
-    gpus: {type: titan, count: 1}
-    cpus: 8
-    memory: 30G
-  - name: beta
-    gpus: {type: v100, count: 2}
-    cpus: 16
-    memory: 120G
-  - name: alpha
-    gpus: {type: a100, count: 4}
-    cpus: 32
-    memory: 240G
-"""
-"""Not in the order of names: rank 0 belongs on gamma, and Slurm's host lists begin with alpha."""
-
-FINAL_STATES = {
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "BOOT_FAIL",
-    "DEADLINE",
-}
+LIVE_CLUSTER = UNEVEN
 _numbers = itertools.count(1)
 
 
@@ -62,8 +37,8 @@ def needs_lab() -> None:
     except LabError as reason:
         pytest.skip(f"no live Slurm: {reason}")
     for lab in all_labs():
-        run = re.match(r"test-([0-9]+)(-|$)", lab.name)
-        if run and not Path(f"/proc/{run[1]}").exists():  # of a test run that was killed
+        owner = re.match(r"test-([0-9]+)(-|$)", lab.name)
+        if owner and not Path(f"/proc/{owner[1]}").exists():  # of a test run that was killed
             with contextlib.suppress(LabError):  # another test run is removing it
                 lab.down()
 
@@ -76,11 +51,25 @@ def new_name() -> str:
 
 @pytest.fixture(scope="session")
 def live_lab(needs_lab: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """The lab that all tests share: gamma with 1 GPU, beta with 2, alpha with 4. Leave its nodes alive."""
-    file = tmp_path_factory.mktemp("live_lab") / "cluster.yaml"
-    file.write_text(LIVE_CLUSTER)
-    with Lab.up(Cluster.load(file), f"test-{os.getpid()}") as lab:
+    """The lab that all tests share, with the nodes of UNEVEN. Leave its nodes alive."""
+    cluster = load_cluster(LIVE_CLUSTER, tmp_path_factory.mktemp("live_lab"))
+    with Lab.up(cluster, f"test-{os.getpid()}") as lab:
         yield lab
+
+
+def load_cluster(text: str, folder: Path) -> Cluster:
+    file = folder / "cluster.yaml"
+    file.write_text(text)
+    return Cluster.load(file)
+
+
+def wait_for_node(lab: Lab, node: str, state: str) -> str:
+    """Wait until Slurm's state of a node begins with ``state``; returns all of it."""
+    wait_until(
+        lambda: lab.status()[node].startswith(state),
+        lambda: f"{node} to become {state}: {lab.status()}",
+    )
+    return lab.status()[node]
 
 
 @pytest.fixture
@@ -90,24 +79,15 @@ def make_lab(needs_lab: None, tmp_path: Path) -> Iterator[Callable[..., Lab]]:
 
     def make(text: str, **kwargs: object) -> Lab:
         number = next(_numbers)
-        file = tmp_path / f"cluster{number}.yaml"
-        file.write_text(text)
-        labs.append(Lab.up(Cluster.load(file), f"test-{os.getpid()}-{number}", **kwargs))
+        folder = tmp_path / f"lab{number}"
+        folder.mkdir()
+        labs.append(Lab.up(load_cluster(text, folder), f"test-{os.getpid()}-{number}", **kwargs))
         return labs[-1]
 
     yield make
     for lab in labs:
         if lab.folder.exists():
             lab.down()
-
-
-@pytest.fixture
-def clean_environ() -> dict[str, str]:
-    """This process's environment without what another job or launcher left in it."""
-    launcher = re.compile(
-        r"S(LURM|BATCH|RUN|QUEUE|CONTROL)_|DDP_SLURM_|(LOCAL_|WORLD_|MASTER_|GROUP_|NODE_)?(RANK|SIZE|ADDR|PORT)$"
-    )
-    return {name: value for name, value in os.environ.items() if not launcher.match(name)}
 
 
 @dataclass(frozen=True)
@@ -120,23 +100,26 @@ class FinishedJob:
 
 
 def wait_for_job(lab: Lab, job_id: int) -> str:
-    """Wait for a job's final state; the job's own time limit bounds that."""
-    while True:
-        done = lab.run(
-            ["scontrol", "-o", "show", "job", str(job_id)],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        states = re.findall(r" JobState=(\w+)", done.stdout)
-        if all(state in FINAL_STATES for state in states):
-            return next((state for state in states if state != "COMPLETED"), "COMPLETED")
-        time.sleep(0.05)
+    """Wait for the end of all components; returns the state of the first that is not COMPLETED."""
+    wait_until(
+        lambda: all(state in FINAL_STATES for state in job_states(lab, job_id)),
+        lambda: f"the end of job {job_id}: {job_states(lab, job_id)}",
+        seconds=600,
+    )
+    states = job_states(lab, job_id)
+    return next((state for state in states if state != "COMPLETED"), "COMPLETED")
+
+
+def job_states(lab: Lab, job_id: int) -> list[str]:
+    """Slurm's states of a job's components."""
+    answer = lab.ask(["scontrol", "-o", "show", "job", str(job_id)])
+    assert answer.status == 0, answer.text
+    return re.findall(r" JobState=(\w+)", answer.out)
 
 
 @pytest.fixture
 def run_job(tmp_path: Path, clean_environ: dict[str, str]) -> Callable[..., FinishedJob]:
-    """``run_job(lab, script_text, *sbatch_options, env={})``: submit from this machine and wait for the end."""
+    """``run_job(lab, script_text, *sbatch_options, env={})``: submit here and wait for the end."""
 
     def run(
         lab: Lab, script: str, *options: str, env: Mapping[str, str] | None = None
@@ -169,7 +152,7 @@ NOT_ABOUT_THE_CONFIGURATION = [
     r"update cluster: Connection refused",
     # Debian builds the plugin and leaves the library out.
     r"mpi/pmix|pmi/pmix",
-    # Slurm looks at an errno that it has not cleared, and then takes 100 (seen in one start of six on 24.11).
+    # Slurm looks at an errno that it has not cleared, then takes 100 (one start of six on 24.11).
     r"Unable to convert node_reg_mem_percent=95 value to double",
     # A client that ended while a daemon was still writing to it.
     r"Connection reset by peer",
@@ -186,7 +169,7 @@ COMPLAINT = re.compile(
     scope="module", params=RELEASES if CHOSEN_RELEASES == "all" else CHOSEN_RELEASES.split(",")
 )
 def release(request: pytest.FixtureRequest, needs_lab: None) -> tuple[str, Path | None]:
-    """A Slurm release, and the root folder of the system that has it; None: this machine has it."""
+    """A Slurm release and the root folder of the system that has it (None: this machine)."""
     try:
         return request.param, slurm_root(request.param)
     except ReleaseNotAvailable as reason:
@@ -195,7 +178,7 @@ def release(request: pytest.FixtureRequest, needs_lab: None) -> tuple[str, Path 
 
 @pytest.fixture
 def complaints() -> Callable[[Path], list[str]]:
-    """``complaints(folder)``: what daemons have against their configuration, from all their logs."""
+    """``complaints(folder)``: what daemons criticise in their configuration, from all their logs."""
 
     def find(folder: Path) -> list[str]:
         return [

@@ -1,24 +1,28 @@
-"""The lab on live daemons: it starts, looks like several machines, lets nodes die, and leaves nothing behind."""
+"""The lab on live daemons: it starts, looks like several machines, and leaves nothing behind."""
 
 import os
 import select
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from ddp_slurm.cluster import Cluster, Node
-from ddp_slurm.lab import Lab, LabError, config, network
-from ddp_slurm.lab.lab import LABS_FOLDER, check_nodes
+from ddp_slurm.lab import Lab, LabError, config, daemons, network
+from ddp_slurm.lab.layout import LABS_FOLDER
+from ddp_slurm.lab.registry import check_nodes
+from tests.slurm.conftest import wait_for_node
+from tests.waiting import wait_until
 
 TWO_NODES = """\
 name: small
 nodes:
   - {name: b, gpus: 1}
-  - {name: "a[1-2]", gpus: [{type: t4, count: 2}, {type: h100, count: 1, minors: [9]}], partition: big}
+  - name: "a[1-2]"
+    gpus: [{type: t4, count: 2}, {type: h100, count: 1, minors: [9]}]
+    partition: big
 """
 HET_JOB = """\
 #!/bin/bash
@@ -27,15 +31,16 @@ HET_JOB = """\
 #SBATCH --nodes=1 --ntasks=2 --gres=gpu:v100:2 --mem=1G
 #SBATCH hetjob
 #SBATCH --nodes=1 --ntasks=4 --gres=gpu:a100:4 --mem=1G
-unset SLURM_NTASKS SLURM_NPROCS SLURM_TASKS_PER_NODE SLURM_NNODES SLURM_NODELIST SLURM_JOB_NODELIST SLURM_JOB_NUM_NODES
-unset SLURM_JOB_CPUS_PER_NODE SLURM_MEM_PER_NODE
-task='echo "$SLURM_PROCID $(hostname) $CUDA_VISIBLE_DEVICES $HOME $(python3 -c "print(6 * 7)")"'
+unset SLURM_NTASKS SLURM_NPROCS SLURM_TASKS_PER_NODE SLURM_NNODES SLURM_NODELIST
+unset SLURM_JOB_NODELIST SLURM_JOB_NUM_NODES SLURM_JOB_CPUS_PER_NODE SLURM_MEM_PER_NODE
+sum='$(python3 -c "print(6 * 7)")'
+task='echo "$SLURM_PROCID $(hostname) $CUDA_VISIBLE_DEVICES $HOME '$sum'"'
 srun -N1 -n1 bash -c "$task" : -N1 -n2 bash -c "$task" : -N1 -n4 bash -c "$task"
 """
 
 
 def residue(name: str) -> list[str]:
-    """Everything of a lab that can be seen on the machine: files, namespaces, mounts, links and processes."""
+    """Everything of a lab on the machine: files, namespaces, mounts and processes."""
     found = [str(path) for path in LABS_FOLDER.glob(f"{name}/**/*")]
     found += network.namespaces(f"ddplab.{name}.")
     found += [
@@ -53,6 +58,11 @@ def residue(name: str) -> list[str]:
     return found
 
 
+def output_on(lab: Lab, node: str, *argv: str) -> str:
+    done = lab.exec(node, argv, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
 def machine_links() -> set[str]:
     return {name for name in os.listdir("/sys/class/net") if name.startswith("ddplab")}
 
@@ -66,7 +76,7 @@ def cli(*args: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_het_job_runs_on_hosts_of_its_own_with_devices_of_its_own(live_lab, run_job):
+def test_het_job_runs_on_separate_hosts_and_devices(live_lab, run_job):
     assert live_lab.status() == {"gamma": "IDLE", "beta": "IDLE", "alpha": "IDLE"}
     job = run_job(live_lab, HET_JOB)
     home = os.environ["HOME"]
@@ -79,41 +89,31 @@ def test_a_het_job_runs_on_hosts_of_its_own_with_devices_of_its_own(live_lab, ru
     ]
 
 
-def test_nodes_resolve_each_other_without_dns_and_clients_work_inside_them(live_lab):
-    python = "import socket; print(socket.gethostname(), socket.gethostbyname('alpha'), socket.gethostbyaddr({!r})[0])"
-    done = live_lab.exec(
-        "beta",
-        [sys.executable, "-c", python.format(live_lab.node("gamma").address)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split() == ["beta", live_lab.node("alpha").address, "gamma"]
-    inner = live_lab.exec(
-        "beta",
-        [
-            "srun",
-            "-N1",
-            "-n2",
-            "--gres=gpu:a100:3",
-            "bash",
-            "-c",
-            "echo $(hostname) $CUDA_VISIBLE_DEVICES",
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert inner.stdout.splitlines() == ["alpha 0,1,2"] * 2
+def test_node_resolves_the_others_and_runs_clients(live_lab):
+    code = f"""
+import socket
+print(socket.gethostname(), socket.gethostbyname("alpha"))
+print(socket.gethostbyaddr({live_lab.node("gamma").address!r})[0])
+"""
+    found = output_on(live_lab, "beta", sys.executable, "-c", code)
+    assert found.split() == ["beta", live_lab.node("alpha").address, "gamma"]
+    task = "echo $(hostname) $CUDA_VISIBLE_DEVICES"
+    step = ["srun", "-N1", "-n2", "--gres=gpu:a100:3", "bash", "-c", task]
+    assert output_on(live_lab, "beta", *step).splitlines() == ["alpha 0,1,2"] * 2
     assert live_lab.exec("gamma", ["sh", "-c", "exit 7"]).returncode == 7
 
 
+REQUEUES_ITSELF = """\
+#!/bin/bash
+echo run ${SLURM_RESTART_COUNT:-0}
+[ -n "$SLURM_RESTART_COUNT" ] || scontrol requeue $SLURM_JOB_ID
+"""
+
+
 def test_batch_script_can_requeue_its_job(live_lab, run_job):
-    script = '#!/bin/bash\necho run ${SLURM_RESTART_COUNT:-0}\n[ -n "$SLURM_RESTART_COUNT" ] || scontrol requeue $SLURM_JOB_ID\n'
-    job = run_job(live_lab, script, "--requeue", "--open-mode=append", "--mem=1G")
-    runs = [
-        line for line in job.output.splitlines() if line.startswith("run")
-    ]  # and Slurm's word on the requeue
+    job = run_job(live_lab, REQUEUES_ITSELF, "--requeue", "--open-mode=append", "--mem=1G")
+    # Slurm reports the requeue in the log, too.
+    runs = [line for line in job.output.splitlines() if line.startswith("run")]
     assert (job.state, runs) == ("COMPLETED", ["run 0", "run 1"])
 
 
@@ -126,20 +126,16 @@ def test_unknown_names_are_refused(live_lab, needs_lab):
         Lab.find("../x")
 
 
-def test_two_labs_side_by_side_and_nothing_of_them_afterwards(live_lab, make_lab):
+def test_second_lab_runs_beside_and_leaves_nothing(live_lab, make_lab):
     lab = make_lab(TWO_NODES)
     assert lab.status() == {"b": "IDLE", "a1": "IDLE", "a2": "IDLE"}
     assert Lab.find(lab.name) == lab
     assert lab.network != live_lab.network
-    with pytest.raises(LabError, match=f"'{lab.name}' is there already"):
+    with pytest.raises(LabError, match=f"'{lab.name}' already exists"):
         Lab.up(Cluster("other", (Node("x"),)), lab.name)
-    devices = lab.run(
-        ["srun", "-wa2", "-pbig", "--gres=gpu:t4:2,gpu:h100:1", "printenv", "CUDA_VISIBLE_DEVICES"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert devices.stdout.strip() == "0,1,2"
+    gres = "--gres=gpu:t4:2,gpu:h100:1"
+    devices = lab.ask(["srun", "-wa2", "-pbig", gres, "printenv", "CUDA_VISIBLE_DEVICES"])
+    assert devices.out.strip() == "0,1,2", devices.text
     links = machine_links()
     assert residue(lab.name)
     lab.down()
@@ -150,38 +146,27 @@ def test_two_labs_side_by_side_and_nothing_of_them_afterwards(live_lab, make_lab
         lab.down()
 
 
-def states_of(lab: Lab, node: str, wanted: str) -> str:
-    """Wait until Slurm's state of a node begins with ``wanted``."""
-    give_up = time.monotonic() + 120
-    while not (state := lab.status()[node]).startswith(wanted) and time.monotonic() < give_up:
-        time.sleep(0.1)
-    return state
-
-
-def test_a_killed_node_takes_its_ranks_along_and_goes_down(make_lab, tmp_path):
+def test_killed_node_loses_its_processes_and_goes_down(make_lab):
     lab = make_lab(TWO_NODES)
 
     def cable() -> str:
-        return lab.exec(
-            "b", ["cat", "/sys/class/net/eth0/operstate"], stdout=subprocess.PIPE, text=True
-        ).stdout.strip()
+        return output_on(lab, "b", "cat", "/sys/class/net/eth0/operstate").strip()
 
-    lab.exec(
-        "b", ["sh", "-c", "setsid sleep 1000 & echo $!"], check=True, stdout=subprocess.DEVNULL
-    )
+    runaway = ["sh", "-c", "setsid sleep 1000 & echo $!"]
+    lab.exec("b", runaway, check=True, stdout=subprocess.DEVNULL)
     assert cable() == "up"
     lab.kill("b")
     assert network.processes(lab.node("b").netns) == []
     assert cable() != "up"
-    assert states_of(lab, "b", "DOWN").startswith("DOWN")
+    wait_for_node(lab, "b", "DOWN")
     assert lab.status()["a1"] == "IDLE"
     lab.revive("b")
-    assert states_of(lab, "b", "IDLE") == "IDLE"
+    assert wait_for_node(lab, "b", "IDLE") == "IDLE"
     assert cable() == "up"
 
 
 STAGES = [
-    "_record",
+    "record",
     "make_switch",
     "make_node",
     "write_configuration",
@@ -197,9 +182,8 @@ def test_down_removes_what_a_killed_up_left(needs_lab, new_name, stage, tmp_path
     code = f"""
 import os, signal
 from ddp_slurm.cluster import Cluster
-from ddp_slurm.cluster import Cluster, Node
-from ddp_slurm.lab import Lab, daemons, lab, network
-owner = next(o for o in (Lab, lab, network, daemons) if {stage!r} in vars(o))
+from ddp_slurm.lab import Lab, config, daemons, network, registry
+owner = next(o for o in (registry, config, network, daemons) if {stage!r} in vars(o))
 original = getattr(owner, {stage!r})
 def killed_here(*args, **kwargs):
     original(*args, **kwargs)
@@ -218,11 +202,12 @@ Lab.up(Cluster.load("cluster.yaml"), {new_name!r})
     assert machine_links() <= links
 
 
-def test_down_manages_without_its_record_and_with_half_made_namespaces(make_lab):
+def test_down_needs_no_record_and_no_whole_namespaces(make_lab, monkeypatch):
     lab = make_lab(TWO_NODES)
     for pid in network.processes(f"ddplab.{lab.name}.{lab.controller}"):  # slurmctld and munged
         os.kill(pid, signal.SIGKILL)
-    with pytest.raises(LabError, match="slurmctld does not answer"):
+    monkeypatch.setattr(daemons, "ANSWER_SECONDS", 1)
+    with pytest.raises(LabError, match="slurmctld does not respond"):
         lab.status()
     (lab.folder / "lab.json").unlink()
     half_made = network.NETNS_FOLDER / f"ddplab.{lab.name}.half"
@@ -232,21 +217,21 @@ def test_down_manages_without_its_record_and_with_half_made_namespaces(make_lab)
     assert not half_made.exists()
 
 
-def test_a_job_and_its_runaway_children_end_with_the_lab(make_lab, tmp_path, clean_environ):
+RUNAWAYS = """\
+#!/bin/bash
+setsid nohup sleep 1000 &
+setsid sleep 1000 &
+echo $$ > started
+sleep 1000
+"""
+
+
+def test_job_and_its_runaway_children_end_with_the_lab(make_lab, tmp_path, clean_environ):
     lab = make_lab(TWO_NODES)
-    (tmp_path / "job.sh").write_text(
-        "#!/bin/bash\nsetsid nohup sleep 1000 &\nsetsid sleep 1000 &\necho $$ > started\nsleep 1000\n"
-    )
-    lab.run(
-        ["sbatch", "-wb", "job.sh"],
-        env=clean_environ,
-        cwd=tmp_path,
-        check=True,
-        capture_output=True,
-    )
-    give_up = time.monotonic() + 60
-    while not (tmp_path / "started").exists() and time.monotonic() < give_up:
-        time.sleep(0.05)
+    (tmp_path / "job.sh").write_text(RUNAWAYS)
+    settings = {"env": clean_environ, "cwd": tmp_path, "check": True, "capture_output": True}
+    lab.run(["sbatch", "-wb", "job.sh"], **settings)
+    wait_until((tmp_path / "started").exists, "the job's script")
     handles = [os.pidfd_open(pid) for pid in network.processes(lab.node("b").netns)]
     assert len(handles) >= 5  # slurmd, slurmstepd, the script, two runaways
     lab.down()
@@ -263,15 +248,15 @@ def test_a_job_and_its_runaway_children_end_with_the_lab(make_lab, tmp_path, cle
         ("gres.conf", "NodeName=a1 Name=gpu NoSuchKey=1", "slurmd"),
     ],
 )
-def test_a_daemon_that_does_not_start_is_quoted_and_nothing_stays(
-    needs_lab, new_name, monkeypatch, file, line, daemon
-):
+def test_daemon_that_does_not_start_is_quoted(needs_lab, new_name, monkeypatch, file, line, daemon):
+    write_configuration = config.write_configuration
+
     def broken(lab, cluster, version):
-        config.write_configuration(lab, cluster, version)
+        write_configuration(lab, cluster, version)
         with (lab.slurm_conf.parent / file).open("a") as conf:
             conf.write(line + "\n")
 
-    monkeypatch.setattr("ddp_slurm.lab.lab.write_configuration", broken)
+    monkeypatch.setattr(config, "write_configuration", broken)
     with pytest.raises(LabError) as error:
         Lab.up(Cluster("x", (Node("b"), Node("a1"))), new_name)
     assert daemon in str(error.value)
@@ -281,62 +266,47 @@ def test_a_daemon_that_does_not_start_is_quoted_and_nothing_stays(
 
 def test_command_line(needs_lab, new_name, tmp_path):
     (tmp_path / "cluster.yaml").write_text(TWO_NODES)
-    up = cli("up", "--name", new_name, cwd=tmp_path)
+    name = ("--name", new_name)
+    up = cli("up", *name, cwd=tmp_path)
     try:
         lab = Lab.find(new_name)
-        assert (
-            up.stdout == f"export SLURM_CONF={lab.slurm_conf}\n"
-        )  # for eval "$(ddp-slurm lab up ...)"
+        # for eval "$(ddp-slurm lab up ...)"
+        assert up.stdout == f"export SLURM_CONF={lab.slurm_conf}\n"
         assert f"ddp-slurm lab down --name {new_name}" in up.stderr
-        assert cli("status", "--name", new_name).stdout == "b\tIDLE\na1\tIDLE\na2\tIDLE\n"
-        inside = cli(
-            "exec", "--name", new_name, "a1", "sh", "-c", "hostname; sinfo -ho %P; exit 5", "--help"
-        )
-        assert (inside.returncode, sorted(inside.stdout.split())) == (5, ["a1", "all*", "big"])
-        suicide = cli(
-            "exec",
-            "--name",
-            new_name,
-            "a2",
-            sys.executable,
-            "-m",
-            "ddp_slurm.cli",
-            "lab",
-            "down",
-            "--name",
-            new_name,
-        )
-        assert (suicide.returncode, "from outside the lab" in suicide.stderr) == (2, True)
+        assert cli("status", *name).stdout == "b\tIDLE\na1\tIDLE\na2\tIDLE\n"
+        script = "hostname; sinfo -ho %P; exit 5"
+        inside = cli("exec", *name, "a1", "sh", "-c", script, "--help")
+        assert inside.returncode == 5
+        assert sorted(inside.stdout.split()) == ["a1", "all*", "big"]
+        down_from_inside = [sys.executable, "-m", "ddp_slurm.cli", "lab", "down", *name]
+        refused = cli("exec", *name, "a2", *down_from_inside)
+        assert refused.returncode == 2
+        assert "from outside the lab" in refused.stderr
         assert lab.status()["a2"] == "IDLE"
-        assert cli("kill", "--name", new_name, "a1").returncode == 0
+        assert cli("kill", *name, "a1").returncode == 0
         assert network.processes(lab.node("a1").netns) == []
-        assert cli("revive", "--name", new_name, "a1").returncode == 0
-        assert states_of(lab, "a1", "IDLE") == "IDLE"
+        assert cli("revive", *name, "a1").returncode == 0
+        assert wait_for_node(lab, "a1", "IDLE") == "IDLE"
     finally:
-        down = cli("down", "--name", new_name)
+        down = cli("down", *name)
     assert (down.returncode, residue(new_name)) == (0, [])
-    again = cli("down", "--name", new_name)
+    again = cli("down", *name)
     assert (again.returncode, again.stdout) == (2, "")
     assert again.stderr.startswith(f"error: no lab '{new_name}' is running")
 
 
-def test_other_users_reach_a_lab_of_a_root_with_a_narrow_umask(make_lab):
+def test_other_users_reach_a_lab_made_with_a_narrow_umask(make_lab):
     former = os.umask(0o077)
     try:
         lab = make_lab("nodes:\n  - {name: a, gpus: 1}\n")
         assert os.umask(0o077) == 0o077
     finally:
         os.umask(former)
-    asked = lab.run(
-        ["runuser", "-u", "nobody", "--", "sinfo", "-ho", "%N"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    assert asked.stdout == "a\n", asked.stderr
+    answer = lab.ask(["runuser", "-u", "nobody", "--", "sinfo", "-ho", "%N"], timeout_seconds=30)
+    assert answer.out == "a\n", answer.text
 
 
-def test_nodes_that_a_lab_cannot_have_are_refused():
+def test_check_nodes_refuses_what_a_lab_cannot_have():
     longest = Cluster("x", (Node("a" * 30),))
     check_nodes(longest, "lab")
     with pytest.raises(LabError, match="has 30 characters; in a lab called 'labs' at most 29 fit"):
@@ -345,7 +315,7 @@ def test_nodes_that_a_lab_cannot_have_are_refused():
         check_nodes(Cluster("x", (Node("localhost"),)), "lab")
 
 
-def test_what_is_missing_is_named(monkeypatch):
+def test_up_names_missing_programs(monkeypatch):
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     with pytest.raises(LabError, match="needs root"):
         Lab.up(Cluster("x", (Node("a"),)))

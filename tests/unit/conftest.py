@@ -10,22 +10,7 @@ from pathlib import Path
 
 import pytest
 
-UNEVEN = """\
-name: lab
-nodes:
-  - name: gamma
-    gpus: {type: titan, count: 1}
-    cpus: 8
-    memory: 30G
-  - name: beta
-    gpus: {type: v100, count: 2}
-    cpus: 16
-    memory: 60G
-  - name: alpha
-    gpus: {type: a100, count: 4}
-    cpus: 32
-    memory: 240G
-"""
+from tests.clusters import UNEVEN
 
 
 @pytest.fixture
@@ -68,7 +53,7 @@ Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def submit(tmp_path: Path) -> Command:
-    """Runs ``python -m ddp_slurm.submit ARGS`` in ``tmp_path``, without a Slurm on PATH unless a stub is there."""
+    """Runs ``python -m ddp_slurm.submit ARGS`` in ``tmp_path``; Slurm's programs only as stubs."""
     tools = tmp_path / "tools"
     tools.mkdir()
     for name in ("cat", "env", "true"):

@@ -1,4 +1,4 @@
-"""Roots of other Slurm releases: made once, whole or not at all, and a reason where one cannot be had; names of nodes."""
+"""Roots of other Slurm releases: made once, whole or not at all, else with the reason."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,10 +6,15 @@ from pathlib import Path
 import pytest
 
 from ddp_slurm.cluster import Cluster, Node
-from ddp_slurm.lab import Lab, LabError, lab, releases
+from ddp_slurm.lab import Lab, LabError, lab, registry, releases
 from ddp_slurm.lab.releases import ReleaseNotAvailable, slurm_root
 
-MAKES_A_ROOT = 'for target; do case $target in *.unfinished) mkdir -p "$target/etc" ;; esac; done; echo made >>"$0.calls"'
+MAKES_A_ROOT = """\
+for target; do
+    case $target in *.unfinished) mkdir -p "$target/etc" ;; esac
+done
+echo made >>"$0.calls"
+"""
 
 
 @pytest.fixture
@@ -25,23 +30,23 @@ def folder(
     return tmp_path / "cache"
 
 
-def test_this_machines_own_release_needs_no_root(
-    folder: Path, stub: Callable[[str, str], Path]
-) -> None:
+def test_own_release_needs_no_root_folder(folder: Path, stub: Callable[[str, str], Path]) -> None:
     stub("debootstrap", "exit 9")
     assert slurm_root("22.05") is None
     assert not folder.exists()
 
 
-def test_a_root_is_made_once(folder: Path, stub: Callable[[str, str], Path]) -> None:
+def test_root_is_made_once(folder: Path, stub: Callable[[str, str], Path]) -> None:
     debootstrap = stub("debootstrap", MAKES_A_ROOT)
     assert slurm_root("24.11") == slurm_root("24.11") == folder / "24.11"
     assert (folder / "24.11" / "etc" / "hosts").exists()
     assert Path(f"{debootstrap}.calls").read_text() == "made\n"
 
 
-def test_a_root_that_cannot_be_fetched(folder: Path, stub: Callable[[str, str], Path]) -> None:
-    stub("debootstrap", f"{MAKES_A_ROOT}; echo 'E: Failed getting release file'; exit 1")
+def test_failed_debootstrap_is_reported_and_leaves_no_root(
+    folder: Path, stub: Callable[[str, str], Path]
+) -> None:
+    stub("debootstrap", f"{MAKES_A_ROOT}\necho 'E: Failed getting release file'; exit 1")
     with pytest.raises(
         ReleaseNotAvailable, match="debootstrap of Debian 13: E: Failed getting release file"
     ):
@@ -49,27 +54,29 @@ def test_a_root_that_cannot_be_fetched(folder: Path, stub: Callable[[str, str], 
     assert not (folder / "24.11").exists(), "half a root is not taken for one"
 
 
-def test_a_suite_that_has_moved_on(folder: Path, stub: Callable[[str, str], Path]) -> None:
+def test_suite_with_a_newer_release_is_refused(
+    folder: Path, stub: Callable[[str, str], Path]
+) -> None:
     stub("debootstrap", MAKES_A_ROOT)
     with pytest.raises(ReleaseNotAvailable, match=r"Debian testing has Slurm 24\.11 now"):
         slurm_root("26.05")
 
 
-def test_a_release_that_no_debian_has(folder: Path) -> None:
+def test_release_that_no_debian_has_is_refused(folder: Path) -> None:
     with pytest.raises(
         ReleaseNotAvailable, match=r"Slurm '23\.11'; known are 20\.11, 22\.05, 24\.11, 26\.05"
     ):
         slurm_root("23.11")
 
 
-def test_only_root_can_make_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_making_a_root_needs_root(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(releases.os, "geteuid", lambda: 1000)
     with pytest.raises(ReleaseNotAvailable, match="this is not root"):
         slurm_root("24.11")
 
 
-def test_no_node_is_called_localhost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_called_localhost_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lab, "check_machine", lambda slurm_root: None)
-    monkeypatch.setattr(Lab, "_reserve", {}.__getitem__)  # nothing is made
+    monkeypatch.setattr(registry, "reserve", {}.__getitem__)  # nothing is made
     with pytest.raises(LabError, match="a node of a lab cannot be called 'localhost'"):
         Lab.up(Cluster("x", (Node("localhost"),)))
