@@ -1,10 +1,16 @@
-"""The one family of exceptions that a user's input or machine can cause, and words that messages share."""
+"""The base of all errors that the user can fix, and the words that messages share."""
+
+from collections.abc import Iterable
+from functools import cache
+
+MAX_QUOTED = 500
+"""Characters of a value that a message shows."""
 
 
 class DdpSlurmError(Exception):
-    """A fault the user can mend. Its text says what is wrong, where, the value, and what would be right.
+    """An error that the user can fix. Its text: what is wrong, where, the value, what is valid.
 
-    The command line prints the text and exits with ``exit_status``; it never shows a traceback for it.
+    The command line prints the text and exits with ``exit_status``, without a traceback.
     """
 
     exit_status = 2
@@ -15,8 +21,21 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def did_you_mean(word: str, known: list[str]) -> str:
-    """``"; did you mean 'gpus'?"`` for a mistyped word, or the known words where none is near."""
+def quoted(value: object) -> str:
+    """The value as messages show it; the beginning of a very long one."""
+    text = repr(value)
+    if len(text) <= MAX_QUOTED:
+        return text
+    return f"{text[:MAX_QUOTED]}... ({len(text)} characters)"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'gpus'?"`` for a mistyped word, or the known words if none is similar."""
+    return _did_you_mean(word, tuple(known))
+
+
+@cache
+def _did_you_mean(word: str, known: tuple[str, ...]) -> str:
     import difflib
 
     near = difflib.get_close_matches(word, known, n=1)

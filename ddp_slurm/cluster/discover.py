@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ddp_slurm.cluster.machines import Cluster, Node, NodeEntry, Ssh
+from ddp_slurm.cluster.machines import Cluster, Node, NodeEntry
 from ddp_slurm.cluster.write import cluster_yaml
 from ddp_slurm.console import say
 from ddp_slurm.errors import DdpSlurmError
@@ -179,7 +179,7 @@ def _node(
         **_topology(record, cpus),
     }
     try:
-        return NodeEntry.read(entry).expand(Ssh())[0], dropped
+        return NodeEntry.read(entry).first, dropped
     except Invalid as invalid:
         raise DiscoverError(
             f"node {record['NodeName']!r} of the live Slurm: {invalid}; write a cluster.yaml"

@@ -1,14 +1,24 @@
-"""The machines: what cluster.yaml says, checked and immutable. No Slurm call and no torch here."""
+"""The machines: the content of cluster.yaml, checked and immutable. No Slurm call, no torch."""
 
-import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+from ddp_slurm.cluster.gpus import GpuModel, gpu_models, gres_text
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.hostlist import HostlistError, expand_hostlist
 from ddp_slurm.schema import fields
-from ddp_slurm.schema.schema import KeyPath, Schema, key, tuple_of
+from ddp_slurm.schema.schema import (
+    Error,
+    Invalid,
+    Key,
+    Schema,
+    expect_mapping,
+    key,
+    read_keys,
+    tuple_of,
+)
 from ddp_slurm.schema.yaml_file import YamlFile, load_yaml, validate
 
 
@@ -17,98 +27,76 @@ class ClusterError(DdpSlurmError):
 
 
 @dataclass(frozen=True, init=False)
-class GpuModel(Schema):
-    """GPUs of one model in one node: ``gpu:a100:4`` in Slurm's words, ``gpu:4`` without a type."""
-
-    type: str | None = key(fields.gpu_type, None)
-    count: int = key(fields.gpu_count, 1)
-    minors: tuple[int, ...] | None = key(tuple_of(fields.whole_number), None)
-    """The numbers of the device files ``/dev/nvidiaN`` where they are not 0, 1, 2, ..."""
-
-    def misfits(self) -> list[tuple[KeyPath, str]]:
-        if self.minors is None or len(self.minors) == len(set(self.minors)) == self.count:
-            return []
-        return [
-            (
-                ("minors",),
-                f"{list(self.minors)} are not {self.count} different numbers, one for each GPU",
-            )
-        ]
-
-
-def _gpu_models(value: Any) -> tuple[GpuModel, ...]:
-    """``4``, one mapping or a list of mappings; a node may hold cards of several models."""
-    if isinstance(value, str) and (
-        typed := re.fullmatch(r"(?:gpu:)?(?!gpu:)([^\s:,]+):([0-9]+)", value)
-    ):
-        raise ValueError(f"{value!r} is Slurm's way; write {{type: {typed[1]}, count: {typed[2]}}}")
-    if isinstance(value, dict):
-        value = [] if str(value.get("count", "1")) == "0" else [value]
-    if not isinstance(value, list | tuple):
-        count = 0 if value in (0, "0") else fields.gpu_count(value)
-        value = [{"count": count}] if count else []
-    if {} in value:
-        raise ValueError("a mapping without keys; write {type: TYPE, count: N}, or a number")
-    return _each_type_once(tuple_of(GpuModel.read)(value))
-
-
-def _each_type_once(models: tuple[GpuModel, ...]) -> tuple[GpuModel, ...]:
-    """Of two ``gpu:a:N`` in one gres Slurm takes the last; beside a typed one it refuses ``gpu:N``."""
-    by_type: dict[str | None, list[GpuModel]] = {}
-    for model in models:
-        by_type.setdefault(model.type, []).append(model)
-    if len(by_type) > 1 and None in by_type:
-        raise ValueError(
-            "GPUs with a type stand beside some without; give all of the node's a type, or none"
-        )
-    return tuple(same[0] if len(same) == 1 else _joined(same) for same in by_type.values())
-
-
-def _joined(same: list[GpuModel]) -> GpuModel:
-    minors = [number for model in same for number in model.minors or ()]
-    count = sum(model.count for model in same)
-    if minors and len(set(minors)) != count:
-        raise ValueError(
-            f"type {same[0].type}: minors {minors} are not {count} different numbers, one for each GPU"
-        )
-    return GpuModel(type=same[0].type, count=count, minors=minors or None)
-
-
-@dataclass(frozen=True, init=False)
 class Ssh(Schema):
-    """How to reach a node by ssh; ~/.ssh/config holds for what is not said."""
+    """How to reach a node by ssh; what is not given is left to ~/.ssh/config."""
 
-    user: str | None = key(fields.user_name, None)
-    port: int | None = key(fields.port, None)
-    identity: str | None = key(fields.filled_text, None)
+    user: str | None = key(fields.user_name, None, "USER", "the user to log in as")
+    port: int | None = key(fields.port, None, "N", "the port of sshd")
+    identity: str | None = key(fields.filled_text, None, "FILE", "the private key")
+
+
+def _host_names(value: Any) -> tuple[str, ...]:
+    return tuple(fields.host_name(name) for name in expand_hostlist(fields.one_line(value)))
+
+
+def _env_items(value: Any) -> tuple[tuple[str, str], ...]:
+    return tuple(fields.env(value).items())
 
 
 class Node(NamedTuple):
-    """One machine. A named tuple: a large cluster has thousands, and they are made for every command."""
+    """One machine, and the keys of an item of ``nodes:``.
 
-    name: str
-    gpus: tuple[GpuModel, ...] = ()
-    cpus: int | None = None
-    memory_mb: int | None = None
-    """What jobs may use of the node, in MiB: slurm.conf's RealMemory, and the --mem of a job that takes the whole node.
-
-    ``cluster probe`` writes 95 % of what the kernel reports, so that the node never registers with less.
+    A named tuple: a large cluster has thousands, and they are made for every command.
     """
-    address: str | None = None
-    """Where other machines reach it, where its name does not resolve; for torchrun, ssh and cluster_setup."""
-    interface: str | None = None
-    """Network interface for NCCL and gloo."""
-    partition: str | None = None
-    constraint: str | None = None
-    env: tuple[tuple[str, str], ...] = ()
-    """Variables for the ranks on this node."""
-    ssh: Ssh = Ssh()
-    sockets: int | None = None
-    cores_per_socket: int | None = None
-    threads_per_core: int | None = None
-    features: tuple[str, ...] = ()
-    os: str | None = None
-    """The release, such as ``ubuntu-22.04``; decides what cluster_setup writes and warns of."""
+
+    name: Annotated[
+        str, Key(_host_names, "NAME", "a Slurm NodeName, or a host list such as gpu[01-04]")
+    ]
+    gpus: Annotated[
+        tuple[GpuModel, ...], Key(gpu_models, "N", "a number, a model, or a list of models")
+    ] = ()
+    cpus: Annotated[int | None, Key(fields.positive_number, "N", "CPU cores")] = None
+    memory_mb: Annotated[
+        int | None,
+        Key(
+            fields.memory_mb,
+            "SIZE",
+            f"memory that jobs may use, {fields.MEMORY_FORM}: slurm.conf's RealMemory and the "
+            "--mem of a job on the whole node; probe writes 95 % of what the kernel reports, "
+            "so that the node never registers with less",
+            name="memory",
+        ),
+    ] = None
+    address: Annotated[
+        str | None,
+        Key(fields.address, "ADDRESS", "where other machines reach it, if not by its name"),
+    ] = None
+    interface: Annotated[
+        str | None, Key(fields.interface_name, "NAME", "network interface for NCCL and gloo")
+    ] = None
+    sockets: Annotated[int | None, Key(fields.positive_number, "N", "CPU sockets")] = None
+    cores_per_socket: Annotated[
+        int | None, Key(fields.positive_number, "N", "CPU cores of each socket")
+    ] = None
+    threads_per_core: Annotated[
+        int | None, Key(fields.positive_number, "N", "hardware threads of each core")
+    ] = None
+    os: Annotated[
+        str | None,
+        Key(fields.word, "RELEASE", "such as ubuntu-22.04; cluster configs and doctor use it"),
+    ] = None
+    features: Annotated[
+        tuple[str, ...], Key(tuple_of(fields.word), "[WORD, ...]", "Slurm's features of the node")
+    ] = ()
+    partition: Annotated[str | None, Key(fields.word, "NAME", "Slurm's partition")] = None
+    constraint: Annotated[
+        str | None, Key(fields.constraint, "FEATURES", "sbatch's --constraint for its component")
+    ] = None
+    env: Annotated[
+        tuple[tuple[str, str], ...],
+        Key(_env_items, "{NAME: VALUE}", "variables for the ranks on this node"),
+    ] = ()
+    ssh: Annotated[Ssh, Key(Ssh.read, "{...}", "how to log in; wins over the cluster's")] = Ssh()
 
     @property
     def gpu_count(self) -> int:
@@ -119,68 +107,38 @@ class Node(NamedTuple):
         return gres_text(self.gpus)
 
 
-def gres_text(gpus: tuple[GpuModel, ...]) -> str:
-    """``gpu:a100:2,gpu:titan:1`` in Slurm's words, ``gpu:4`` without a type; empty without GPUs."""
-    return ",".join(":".join(["gpu", *([m.type] if m.type else []), str(m.count)]) for m in gpus)
+class NodeEntry(NamedTuple):
+    """An item of ``nodes:``: one machine, or several that differ in nothing but their name."""
 
+    hosts: tuple[str, ...]
+    first: Node
 
-def _host_names(value: Any) -> tuple[str, ...]:
-    return tuple(map(fields.host_name, expand_hostlist(fields.one_line(value))))
-
-
-@dataclass(frozen=True, init=False)
-class NodeEntry(Schema):
-    """An item of ``nodes:``; its name may be a host expression that stands for many equal machines."""
-
-    name: tuple[str, ...] = key(_host_names)
-    gpus: tuple[GpuModel, ...] = key(_gpu_models, ())
-    cpus: int | None = key(fields.positive_number, None)
-    memory: int | None = key(fields.memory_mb, None)
-    address: str | None = key(fields.address, None)
-    interface: str | None = key(fields.interface_name, None)
-    partition: str | None = key(fields.word, None)
-    constraint: str | None = key(fields.constraint, None)
-    env: dict[str, str] = key(fields.env, {})
-    ssh: Ssh = key(Ssh.read, Ssh())
-    sockets: int | None = key(fields.positive_number, None)
-    cores_per_socket: int | None = key(fields.positive_number, None)
-    threads_per_core: int | None = key(fields.positive_number, None)
-    features: tuple[str, ...] = key(tuple_of(fields.word), ())
-    os: str | None = key(fields.word, None)
-
-    def misfits(self) -> list[tuple[KeyPath, str]]:
-        if self.address is None or len(self.name) == 1:
-            return []
-        many = f"{self.address!r} cannot be the address of {len(self.name)} nodes; give each an item of its own"
-        return [(("address",), many)]
+    @classmethod
+    def read(cls, value: Any) -> "NodeEntry":
+        values, errors = read_keys(Node, expect_mapping(value, Node))
+        hosts = values.get("name", ())
+        address = values.get("address")
+        if address is not None and len(hosts) > 1:
+            problem = (
+                f"{address!r} cannot be the address of {len(hosts)} nodes; list them one by one"
+            )
+            errors.append((("address",), problem))
+        if errors:
+            raise Invalid(errors)
+        return cls(hosts, Node(**{**values, "name": hosts[0]}))
 
     def expand(self, cluster_ssh: Ssh) -> list[Node]:
-        first, *others = self.name
-        node = Node(
-            first,
-            self.gpus,
-            self.cpus,
-            self.memory,
-            self.address,
-            self.interface,
-            self.partition,
-            self.constraint,
-            tuple(self.env.items()),
-            cluster_ssh.replaced(**{name: getattr(self.ssh, name) for name in self.ssh.given}),
-            self.sockets,
-            self.cores_per_socket,
-            self.threads_per_core,
-            self.features,
-            self.os,
-        )
-        return [node, *(Node(name, *node[1:]) for name in others)]
+        """All machines; the keys of ``ssh`` that they do not give are the cluster's."""
+        own = self.first.ssh
+        given = {name: getattr(own, name) for name in own.given}
+        node = self.first._replace(ssh=cluster_ssh.replaced(**given))
+        same = node[1:]
+        return [Node(name, *same) for name in self.hosts]
 
 
 def _node_entries(value: Any) -> tuple[NodeEntry, ...]:
     if isinstance(value, str) and value:
-        raise ValueError(
-            f"{value!r} is not a list of machines; write it as an item below: - name: {value}"
-        )
+        raise ValueError(f"expected a list of machines, got {value!r}; write '- name: {value}'")
     return tuple_of(NodeEntry.read)(value)
 
 
@@ -188,60 +146,37 @@ def _node_entries(value: Any) -> tuple[NodeEntry, ...]:
 class ClusterFile(Schema):
     """The keys of cluster.yaml."""
 
-    name: str = key(fields.word, "cluster")
+    name: str = key(fields.word, "cluster", "NAME", "the cluster's name")
     nodes: tuple[NodeEntry, ...] = key(_node_entries)
-    controller: str | None = key(fields.word, None)
-    ssh: Ssh = key(Ssh.read, Ssh())
+    controller: str | None = key(
+        fields.word, None, "NAME", "the node that runs slurmctld; default the first"
+    )
+    ssh: Ssh = key(Ssh.read, Ssh(), "{...}", "how to log in to all nodes")
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """All machines, in the order of the file. Rank 0 is on the first with GPUs, or the first by name of those alike."""
+    """All machines, in the order of the file.
+
+    Rank 0 is on the first node with GPUs, or of several that are alike on the first by name.
+    """
 
     name: str
     nodes: tuple[Node, ...]
     controller: str | None = None
-    """The node that runs slurmctld; the first one where the file does not say."""
+    """The node that runs slurmctld; None: the first one."""
 
     @classmethod
     def load(cls, path: str | Path) -> "Cluster":
-        """Read and check a cluster.yaml. Raises ClusterError with all faults of the file, a line each."""
+        """Read and check a cluster.yaml. Raises ClusterError with all errors of the file."""
         file = load_yaml(Path(path), ClusterError)
-        return cls._from_file(validate(ClusterFile.read, file, ClusterError), file)
-
-    @classmethod
-    def _from_file(cls, checked: ClusterFile, file: YamlFile) -> "Cluster":
+        checked = validate(ClusterFile.read, file, ClusterError)
         nodes: list[Node] = []
-        entry_of: dict[str, int] = {}
-        faults: list[str] = []
-        for index, entry in enumerate(checked.nodes):
-            line = file.lines.get(("nodes", index, "name"), 1)
-            for node in entry.expand(checked.ssh):
-                if node.name in entry_of:
-                    first = file.lines.get(("nodes", entry_of[node.name], "name"), 1)
-                    where = f"{file.path}:{line}: nodes[{index}].name"
-                    faults.append(
-                        f"{where}: node {node.name!r} is there twice, first on line {first}"
-                    )
-                entry_of.setdefault(node.name, index)
-                nodes.append(node)
-        if not any(node.gpus for node in nodes):
-            line = file.lines.get(("nodes",), 1)
-            faults.append(
-                f"{file.path}:{line}: nodes: no node has a GPU; give one 'gpus: 1' or more"
-            )
-        loopback = [i for i, entry in enumerate(checked.nodes) if entry.interface == "lo"]
-        if loopback and len(nodes) > 1:
-            line = file.lines.get(("nodes", loopback[0], "interface"), 1)
-            where = f"{file.path}:{line}: nodes[{loopback[0]}].interface"
-            faults.append(f"{where}: 'lo' reaches no other node; name a real interface")
-        if checked.controller is not None and checked.controller not in entry_of:
-            line = file.lines.get(("controller",), 1)
-            faults.append(
-                f"{file.path}:{line}: controller: {checked.controller!r} is not one of the nodes"
-            )
-        if faults:
-            raise ClusterError("\n".join(faults))
+        for entry in checked.nodes:
+            nodes += entry.expand(checked.ssh)
+        errors = list(_errors(checked, nodes, file))
+        if errors:
+            raise ClusterError(file.report(errors))
         return cls(checked.name, tuple(nodes), checked.controller)
 
     @property
@@ -249,4 +184,22 @@ class Cluster:
         return self.controller or self.nodes[0].name
 
 
-__all__ = ["Cluster", "ClusterError", "GpuModel", "HostlistError", "Node", "Ssh"]
+def _errors(checked: ClusterFile, nodes: Sequence[Node], file: YamlFile) -> Iterator[Error]:
+    """What is wrong between the items of a file whose items are valid."""
+    entry_of: dict[str, int] = {}
+    for index, entry in enumerate(checked.nodes):
+        for name in entry.hosts:
+            if name in entry_of:
+                line = file.lines["nodes", entry_of[name], "name"]
+                yield ("nodes", index, "name"), f"duplicate node {name!r}, first on line {line}"
+            entry_of.setdefault(name, index)
+        if entry.first.interface == "lo" and len(nodes) > 1:
+            problem = "'lo' does not reach other nodes; give the name of a real interface"
+            yield ("nodes", index, "interface"), problem
+    if not any(node.gpus for node in nodes):
+        yield ("nodes",), "no node has a GPU; give one 'gpus: 1' or more"
+    if checked.controller is not None and checked.controller not in entry_of:
+        yield ("controller",), f"{checked.controller!r} is not one of the nodes"
+
+
+__all__ = ["Cluster", "ClusterError", "GpuModel", "HostlistError", "Node", "Ssh", "gres_text"]

@@ -1,14 +1,15 @@
 """A Cluster as the text of a cluster.yaml, which reads back as the same one."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
+from typing import Any
 
 import yaml
 
-from ddp_slurm.cluster import Cluster, GpuModel, Node
+from ddp_slurm.cluster import Cluster, GpuModel, Node, Ssh
 from ddp_slurm.hostlist import compress_hostlist
 from ddp_slurm.schema.fields import memory_text
+from ddp_slurm.schema.schema import keys_of
 
 
 def cluster_yaml(
@@ -18,80 +19,72 @@ def cluster_yaml(
 ) -> str:
     """The text. Neighbours that differ in nothing but their name share an item.
 
-    ``heading`` are lines of comment at the top, ``comments`` by node and key those behind a value.
+    Args:
+        heading: lines of comment at the top.
+        comments: by node and key, the comment behind the value.
     """
-    lines = [*(f"# {line}" for line in heading), f"name: {_scalar(cluster.name)}"]
+    lines = [f"# {line}" for line in heading]
+    lines.append(f"name: {_flow(cluster.name)}")
     if cluster.controller:
-        lines.append(f"controller: {_scalar(cluster.controller)}")
+        lines.append(f"controller: {_flow(cluster.controller)}")
     lines.append("nodes:")
 
     def item(node: Node) -> tuple[str | None, list[str]]:
-        alone = node.name if node.address else None  # an address is one node's
-        return alone, _lines(node, (comments or {}).get(node.name, {}))
+        own_name = node.name if node.address else None  # two nodes cannot share an address
+        return own_name, _item_lines(node, (comments or {}).get(node.name, {}))
 
-    for (_, (name_comment, *rest)), group in groupby(cluster.nodes, key=item):
+    for (_, (name_comment, *others)), group in groupby(cluster.nodes, key=item):
         names = compress_hostlist([node.name for node in group])
-        lines += [f"  - name: {_scalar(names)}{name_comment}", *rest]
+        lines.append(f"  - name: {_flow(names)}{name_comment}")
+        lines += others
     return "\n".join(lines) + "\n"
 
 
-def _lines(node: Node, comments: Mapping[str, str]) -> list[str]:
-    """The comment of the name, then a line for each key that has a value."""
-    values: dict[str, str | int | None] = {
-        "os": node.os and _scalar(node.os),
-        "address": node.address and _scalar(node.address),
-        "interface": node.interface and _scalar(node.interface),
-        "gpus": _list(map(_gpu_text, node.gpus))
-        if len(node.gpus) > 1
-        else "".join(map(_gpu_text, node.gpus)) or "0",
-        "cpus": node.cpus,
-        "sockets": node.sockets,
-        "cores_per_socket": node.cores_per_socket,
-        "threads_per_core": node.threads_per_core,
-        "memory": node.memory_mb and memory_text(node.memory_mb),
-        "features": _list(map(_scalar, node.features)) if node.features else None,
-        "partition": node.partition and _scalar(node.partition),
-        "constraint": node.constraint and _scalar(node.constraint),
-        "env": _mapping(dict(node.env)),
-        "ssh": _mapping(
-            {key: str(value) for key, value in asdict(node.ssh).items() if value is not None}
-        ),
-    }
-    said = {key: f"  # {text}" for key, text in comments.items() if text}
-    return [
-        said.get("name", ""),
-        *(
-            f"    {key}: {value}{said.get(key, '')}"
-            for key, value in values.items()
-            if value is not None
-        ),
-    ]
+def _item_lines(node: Node, comments: Mapping[str, str]) -> list[str]:
+    """The comment of the name, then a line for each other key that has a value."""
+    behind = {key: f"  # {text}" for key, text in comments.items() if text}
+    lines = [behind.get("name", "")]
+    for name, key in keys_of(Node).items():
+        if name == "name":
+            continue
+        value = getattr(node, key.field)
+        if name in _WRITTEN and value is not None:
+            value = _WRITTEN[name](value)
+        if value not in (None, (), {}):
+            lines.append(f"    {name}: {_flow(value)}{behind.get(name, '')}")
+    return lines
 
 
-def _gpu_text(model: GpuModel) -> str:
-    minors = None if model.minors is None else _list(map(str, model.minors))
-    parts = {"type": model.type and _scalar(model.type), "count": model.count, "minors": minors}
-    return (
-        "{"
-        + ", ".join(f"{key}: {value}" for key, value in parts.items() if value is not None)
-        + "}"
-    )
+def _gpus(models: tuple[GpuModel, ...]) -> Any:
+    """A number for none, one mapping for one model, else a list."""
+    written = [_given(model) for model in models]
+    if not written:
+        return 0
+    return written[0] if len(written) == 1 else written
 
 
-def _list(texts: Iterable[str]) -> str:
-    return f"[{', '.join(texts)}]"
+def _given(schema: GpuModel | Ssh) -> dict[str, Any]:
+    values = {name: getattr(schema, name) for name in keys_of(type(schema))}
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def _mapping(values: Mapping[str, str]) -> str | None:
-    return (
-        "{" + ", ".join(f"{key}: {_scalar(value)}" for key, value in values.items()) + "}"
-        if values
-        else None
-    )
+_WRITTEN: dict[str, Callable[[Any], Any]] = {
+    "gpus": _gpus,
+    "memory": memory_text,
+    "env": dict,
+    "ssh": _given,
+}
+"""What stands in the file for a value that is no plain number, word or list of these."""
 
 
-def _scalar(text: str) -> str:
-    """Quoted where YAML would read more than the text in it."""
-    return yaml.safe_dump(
-        [text], default_flow_style=True, allow_unicode=True, width=1_000_000
-    ).strip()[1:-1]
+def _flow(value: Any) -> str:
+    """A value in one line of YAML, which reads back as the same text."""
+    if isinstance(value, dict):
+        items = [f"{name}: {_flow(inner)}" for name, inner in value.items()]
+        return "{" + ", ".join(items) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_flow(inner) for inner in value)}]"
+    if isinstance(value, int):
+        return str(value)
+    dumped = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=1_000_000)
+    return dumped.strip()[1:-1]

@@ -11,7 +11,7 @@ from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.job.log_path import with_log_path
 from ddp_slurm.job.options import JobOptions, OptionsError
 from ddp_slurm.plan import Plan, make_plan
-from ddp_slurm.schema.schema import Invalid, fault_text
+from ddp_slurm.schema.schema import Invalid, error_text
 from ddp_slurm.schema.yaml_file import load_yaml, validate
 
 DEFAULT_CLUSTER = Path("cluster.yaml")
@@ -43,7 +43,7 @@ def load_options(request: Request) -> JobOptions:
             **{name.replace("_", "-"): value for name, value in request.options.items()}
         )
     except Invalid as invalid:
-        faults += [f"--{fault_text(*fault)}" for fault in invalid.faults]
+        faults += [f"--{error_text(*fault)}" for fault in invalid.errors]
     if faults:
         raise OptionsError("\n".join(faults))
     options = options.merged_with(typed)

@@ -1,1 +1,1 @@
-"""Reading what a user wrote: schemas, the readers of single values, YAML files with line numbers."""
+"""Reading what a user wrote: schemas, readers of single values, YAML files."""

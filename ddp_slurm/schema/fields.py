@@ -1,13 +1,14 @@
-"""The kinds of value in cluster.yaml, job.yaml and on the command line, each checked where it is read.
+"""The kinds of value in cluster.yaml, job.yaml and on the command line, checked as they are read.
 
-Everything here ends in a shell script, an #SBATCH line, slurm.conf or an ssh command, so each kind says what it
-accepts and refuses the rest with the value and an example.
+Every value ends in a shell script, an #SBATCH line, slurm.conf or an ssh command. So each kind
+defines what it accepts, and refuses everything else with the value and an example.
 """
 
 import re
 from typing import Any
 
-from ddp_slurm.schema.schema import Invalid, KeyPath, Reader, mapping_of, short
+from ddp_slurm.errors import quoted
+from ddp_slurm.schema.schema import Error, Invalid, Reader, mapping_of, short
 
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\u0085\u2028\u2029]")
 
@@ -17,9 +18,9 @@ def _matching(pattern: str, wanted: str) -> Reader[str]:
 
     def check(value: Any) -> str:
         if not isinstance(value, str):
-            raise ValueError(f"{short(value)} is not {wanted}")
+            raise ValueError(f"expected {wanted}, got {short(value)}")
         if not compiled.fullmatch(value):
-            raise ValueError(f"{value!r} is not {wanted}")
+            raise ValueError(f"{quoted(value)} is not {wanted}")
         return value
 
     return check
@@ -30,7 +31,7 @@ def one_of(*words: str) -> Reader[str]:
 
     def check(value: Any) -> str:
         if value not in words:
-            raise ValueError(f"{short(value)} is not accepted here; {' and '.join(words)} are")
+            raise ValueError(f"expected {' or '.join(words)}, got {short(value)}")
         return str(value)
 
     return check
@@ -39,34 +40,35 @@ def one_of(*words: str) -> Reader[str]:
 def one_line(value: Any) -> str:
     """Text without control characters: a newline would begin another directive or command."""
     if not isinstance(value, str):
-        raise ValueError(f"{short(value)} is not a text")
+        raise ValueError(f"expected a text, got {short(value)}")
     if CONTROL_CHARACTERS.search(value):
         raise ValueError(
-            f"{value!r} has a newline or another control character in it; it must be one line"
+            f"{quoted(value)} has a newline or another control character in it; it must be one line"
         )
     return value
 
 
 def plain_text(value: Any) -> str:
-    """One line in which nothing asks for a command's output: it would stay literal, or run on the wrong machine."""
+    """One line without command substitution: it would be kept, or run on another machine."""
     text = one_line(value)
     if "$(" in text or "`" in text:
         raise ValueError(
-            f"{text!r} has a command substitution in it; it is not run here: write its result, or use setup"
+            f"{quoted(text)} has a command substitution in it, which would not be run here; "
+            "write its result, or use setup"
         )
     return text
 
 
 def filled_text(value: Any) -> str:
-    """Plain text that says something: the name of a file or of an environment."""
+    """Plain text that is not blank: the name of a file or of an environment."""
     text = plain_text(value)
     if not text.strip():
-        raise ValueError(f"{text!r} names nothing; leave it out, or give a value")
+        raise ValueError(f"{text!r} is blank; give a value, or leave the key out")
     return text
 
 
 def env_name(value: Any) -> str:
-    """A variable's name that is not the launcher's business."""
+    """The name of a variable that neither the launcher nor bash sets itself."""
     if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
         raise ValueError(
             f"{short(value)} is not a variable's name; letters, digits and _ are accepted"
@@ -74,7 +76,7 @@ def env_name(value: Any) -> str:
     if value in ("CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         raise ValueError(f"{value!r} differs from rank to rank; the launcher sets it")
     if value in ("UID", "EUID", "PPID", "SHELLOPTS", "BASHOPTS", "BASH_VERSINFO"):
-        raise ValueError(f"{value!r} is bash's own and cannot be set")
+        raise ValueError(f"{value!r} is set by bash and cannot be changed")
     return value
 
 
@@ -82,28 +84,32 @@ _read_env = mapping_of(env_name, plain_text)
 
 
 def env(value: Any) -> dict[str, str]:
-    """Variables for the ranks. Their values stay as they are written, so none can be added to its old one here."""
+    """Variables for the ranks. Their values are not expanded, so none can extend its old one."""
     variables = _read_env(value)
-    faults: list[tuple[KeyPath, str]] = [
-        (
-            (name,),
-            f"{text!r} stays as it is written; to add to a variable: --setup 'export {name}={text}'",
-        )
-        for name, text in variables.items()
-        if re.search(rf"\$(\{{{name}\b|{name}\b)", text)
-    ]
-    if faults:
-        raise Invalid(faults)
+    errors: list[Error] = []
+    for name, text in variables.items():
+        if re.search(rf"\$(\{{{name}\b|{name}\b)", text):
+            message = (
+                f"{quoted(text)} is not expanded; to extend a variable: "
+                f"--setup 'export {name}={text}'"
+            )
+            errors.append(((name,), message))
+    if errors:
+        raise Invalid(errors)
     return variables
 
 
 def whole_number(value: Any) -> int:
-    """An int >= 0 written in plain digits; ``int()`` would take 1_0, +4 and other alphabets' digits too."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
+    """An int >= 0 in plain digits; ``int()`` also accepts 1_0, +4 and other alphabets' digits."""
+    if _is_int(value) and value >= 0:
+        return int(value)
     if not (isinstance(value, str) and re.fullmatch(r"[0-9]{1,9}", value)):
         raise ValueError(f"{short(value)} is not a whole number, such as 4")
     return int(value)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def positive_number(value: Any) -> int:
@@ -121,7 +127,7 @@ def port(value: Any) -> int:
 
 
 MAX_GPUS_OF_A_NODE = 1024
-"""A slip of the finger, or a plan that takes minutes."""
+"""More are a typing error, or a plan that takes minutes."""
 
 
 def gpu_count(value: Any) -> int:
@@ -141,27 +147,23 @@ def seconds(value: Any) -> float:
 
 
 MEMORY_FORM = "a whole number with K, M, G or T, such as 64G"
-_MEMORY_MB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
+_KIB = {"K": 1, "M": 1024, "G": 1024**2, "T": 1024**3}
 
 
 def memory_mb(value: Any) -> int:
-    """Slurm's memory sizes in MiB. Its bare number means MiB, which hardly anybody expects, so a unit is asked for."""
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    match = (
-        re.fullmatch(r"([0-9]{1,12})([KMGT])", value, re.IGNORECASE)
-        if isinstance(value, str)
-        else None
-    )
-    megabytes = int(int(match[1]) * _MEMORY_MB[match[2].upper()]) if match else 0
-    if megabytes < 1:
-        hint = (
-            f": Slurm reads it as MiB; write {value}M or {value}G"
-            if str(value).isdigit() and value != "0"
-            else ""
-        )
-        raise ValueError(f"{short(value)} is not a memory size{hint or f'; write {MEMORY_FORM}'}")
-    return megabytes
+    """Slurm's memory sizes in MiB. A unit is required: few people expect a number to be MiB."""
+    if _is_int(value) and value > 0:
+        return int(value)
+    pattern = r"([0-9]{1,12})([KMGT])"
+    match = re.fullmatch(pattern, value, re.IGNORECASE) if isinstance(value, str) else None
+    megabytes = int(match[1]) * _KIB[match[2].upper()] // 1024 if match else 0
+    if megabytes >= 1:
+        return megabytes
+    is_bare_number = str(value).isdigit() and value != "0"
+    hint = f"; write {MEMORY_FORM}"
+    if is_bare_number:
+        hint = f": Slurm reads it as MiB; write {value}M or {value}G"
+    raise ValueError(f"{short(value)} is not a memory size{hint}")
 
 
 def memory_text(megabytes: int) -> str:
@@ -170,12 +172,14 @@ def memory_text(megabytes: int) -> str:
 
 
 word = _matching(
-    r"[A-Za-z0-9_][A-Za-z0-9_.+@-]*", "a plain word; letters, digits and _ . - + @ are accepted"
+    r"[A-Za-z0-9_][A-Za-z0-9_.+@-]*",
+    "a plain word; letters, digits and _ . - + @ are accepted",
 )
 """A partition, account, QOS or cluster name."""
 
 partitions = _matching(
-    r"[A-Za-z0-9_][A-Za-z0-9_.,+@-]*", "a partition, or several with commas between them"
+    r"[A-Za-z0-9_][A-Za-z0-9_.,+@-]*",
+    "a partition, or several with commas between them",
 )
 gpu_type = _matching(
     r"[A-Za-z0-9_][A-Za-z0-9_.-]*",
@@ -190,30 +194,34 @@ address = _matching(
     "a host name or an IPv4 or IPv6 address",
 )
 interface_name = _matching(
-    r"[A-Za-z0-9_][A-Za-z0-9_.@:-]{0,14}", "a network interface's name, such as eno1"
+    r"[A-Za-z0-9_][A-Za-z0-9_.@:-]{0,14}",
+    "a network interface's name, such as eno1",
 )
 constraint = _matching(
-    r"[A-Za-z0-9_.+&|,!*()\[\]-]+", "a constraint in Slurm's words, such as volta&nvlink"
+    r"[A-Za-z0-9_.+&|,!*()\[\]-]+",
+    "a constraint in Slurm's syntax, such as volta&nvlink",
 )
 user_name = _matching(r"[A-Za-z_][A-Za-z0-9_.-]*", "a user's name")
 time_limit = _matching(
     r"[0-9]{1,9}(:[0-9]{1,2}){0,2}|[0-9]{1,9}-[0-9]{1,2}(:[0-9]{1,2}){0,2}|UNLIMITED|INFINITE",
-    "a time limit in Slurm's format: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S, such as 12:00:00 for twelve hours",
+    "a time limit in Slurm's format: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S, "
+    "such as 12:00:00 for twelve hours",
 )
 
 
 def limit_seconds(time_limit: str) -> int | None:
     """A checked time limit in seconds, None for one without an end.
 
-    >>> [limit_seconds(text) for text in ("90", "1:30", "2:00:00", "1-12", "1-00:30", "UNLIMITED", "0")]
-    [5400, 90, 7200, 129600, 88200, None, None]
+    >>> [limit_seconds(text) for text in ("90", "1:30", "2:00:00", "1-12", "1-00:30")]
+    [5400, 90, 7200, 129600, 88200]
+    >>> [limit_seconds(text) for text in ("UNLIMITED", "0")]
+    [None, None]
     """
     if not time_limit[0].isdigit():
         return None
     days, dash, rest = time_limit.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
-    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
-    return (
-        int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
-        or None
-    )
+    begins_with_hours = dash or len(parts) == 3
+    units = (3600, 60, 1) if begins_with_hours else (60, 1)
+    seconds_of_day = sum(part * unit for part, unit in zip(parts, units, strict=False))
+    return int(days or 0) * 86400 + seconds_of_day or None

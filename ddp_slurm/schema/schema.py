@@ -1,39 +1,44 @@
-"""What a user wrote, a mapping, as a frozen dataclass: a function reads each key, and all faults are reported at once.
+"""A mapping that a user wrote as a frozen dataclass: a function reads each key, all errors at once.
 
-Ours, and this small, because each command on a login node waits for it: importing a validation library and compiling
-its schemas cost more than half of a dry run of ten thousand nodes (benchmarks/README.md).
+Our own, and this small, because every command on a login node waits for it: importing a validation
+library and compiling its schemas takes more than half of the time of a dry run of ten thousand
+nodes (benchmarks/README.md).
 """
 
 import copy
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, TypeVar, overload
 
-from ddp_slurm.errors import did_you_mean
+from ddp_slurm.errors import did_you_mean, quoted
 
 KeyPath = tuple[str | int, ...]
+Error = tuple[KeyPath, str]
+"""The path from a value down to the part that is wrong, and what is wrong with it."""
 T = TypeVar("T")
 D = TypeVar("D")
 S = TypeVar("S", bound="Schema")
 Reader = Callable[[Any], T]
-"""Returns the value of what was written, or raises ValueError with what is wrong; takes its own results, too."""
+"""Returns the value of what was written, or raises ValueError; accepts its own results as well."""
 
 
 class Invalid(ValueError):
-    """Faults below a value: of each the path from there down, and what is wrong."""
+    """All errors of a value."""
 
-    def __init__(self, faults: list[tuple[KeyPath, str]]) -> None:
-        super().__init__("; ".join(fault_text(*fault) for fault in faults))
-        self.faults = faults
+    def __init__(self, errors: list[Error]) -> None:
+        super().__init__("; ".join(error_text(*error) for error in errors))
+        self.errors = errors
 
 
-def fault_text(path: KeyPath, message: str) -> str:
+def error_text(path: KeyPath, message: str) -> str:
     """``nodes[0].gpus.type: 'a b' is not ...``."""
     text = ""
     for part in path:
-        text += (
-            f"[{part}]" if isinstance(part, int) else f"{'.' if text else ''}{part or repr(part)}"
-        )
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            dot = "." if text else ""
+            text += dot + (part or repr(part))
     return f"{text}: {message}" if text else message
 
 
@@ -41,23 +46,26 @@ def short(value: object) -> str:
     """A value as messages name it."""
     if value in (None, ""):
         return "nothing"
-    return (
-        "a mapping"
-        if isinstance(value, dict)
-        else "a list"
-        if isinstance(value, list | tuple)
-        else repr(value)
-    )
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list | tuple):
+        return "a list"
+    return quoted(value)
 
 
 @dataclass(frozen=True)
 class Key:
-    """How one key is read, and what its option on the command line says."""
+    """How one key is read, and what its option and the reference print of it."""
 
     read: Reader[Any]
-    default: Any
-    metavar: str
-    help: str
+    metavar: str = ""
+    help: str = ""
+    default: Any = field(default_factory=lambda: MISSING)  # a plain MISSING means no default
+    """Of a key that was not written; MISSING: it is required."""
+    name: str = ""
+    """The key, where it is not the field's name."""
+    field: str = ""
+    """The name of the field."""
 
 
 @overload
@@ -65,8 +73,76 @@ def key(read: Reader[T]) -> T: ...
 @overload
 def key(read: Reader[T], default: D, metavar: str = ..., help: str = ...) -> T | D: ...
 def key(read: Reader[Any], default: Any = MISSING, metavar: str = "", help: str = "") -> Any:
-    """A field of a Schema. Without a ``default`` the key must be there; None is taken where it is the default."""
-    return field(metadata={"key": Key(read, default, metavar, help)})
+    """A field of a Schema. A key without a ``default`` is required; None is valid where it is the
+    default."""
+    return field(metadata={"key": Key(read, metavar, help, default)})
+
+
+_keys: dict[type, dict[str, Key]] = {}
+
+
+def keys_of(schema: type) -> dict[str, Key]:
+    """The keys of a Schema, or of a NamedTuple whose types are ``Annotated[TYPE, Key(...)]``."""
+    if schema not in _keys:
+        _keys[schema] = _find_keys(schema)
+    return _keys[schema]
+
+
+def _find_keys(schema: type) -> dict[str, Key]:
+    if issubclass(schema, Schema):
+        own = {f.name: f.metadata["key"] for f in fields(schema)}  # type: ignore[arg-type]
+    else:
+        defaults = schema._field_defaults  # type: ignore[attr-defined]
+        own = {
+            name: replace(annotation.__metadata__[0], default=defaults.get(name, MISSING))
+            for name, annotation in schema.__annotations__.items()
+        }
+    return {one.name or name: replace(one, field=name) for name, one in own.items()}
+
+
+def read_keys(schema: type, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Error]]:
+    """The fields' values from the keys that were written, and what is wrong with these.
+
+    A field whose value cannot be read is missing in the result.
+    """
+    keys = keys_of(schema)
+    errors: list[Error] = []
+    spellings = _spellings(keys, values, errors)
+    result = {}
+    for name, one in keys.items():
+        if name in spellings:
+            value = _written_value(one, spellings[name], values, errors)
+        else:
+            value = one.default
+            if value is MISSING:
+                errors.append(((name,), "missing"))
+        if value is not MISSING:
+            result[one.field] = value
+    return result, errors
+
+
+def _spellings(
+    keys: Mapping[str, Key], values: Mapping[str, Any], errors: list[Error]
+) -> dict[str, str]:
+    """The written form of each key that was written: with ``_`` or, like an option, with ``-``."""
+    spellings: dict[str, str] = {}
+    for written in values:
+        name = written.replace("-", "_")
+        if name not in keys:
+            known = dict.fromkeys(key.replace("_", mark) for mark in "_-" for key in keys)
+            errors.append(((written,), f"unknown key{did_you_mean(written, known)}"))
+        elif name in spellings:
+            errors.append(((written,), f"duplicate key, also written {spellings[name]!r}"))
+        else:
+            spellings[name] = written
+    return spellings
+
+
+def _written_value(one: Key, spelling: str, values: Mapping[str, Any], errors: list[Error]) -> Any:
+    value = values[spelling]
+    if value is None and one.default is None:
+        return None
+    return _attempt(one.read, value, spelling, errors)
 
 
 class Schema:
@@ -79,52 +155,29 @@ class Schema:
     """The keys that were written, in the fields' spelling."""
 
     def __init__(self, /, **values: Any) -> None:
-        """Raises Invalid with all faults of the values."""
-        keys = keys_of(type(self))
-        written: dict[str, str] = {}
-        faults: list[tuple[KeyPath, str]] = []
-        for name in values:
-            field_name = name.replace("-", "_")
-            if field_name not in keys:
-                known = dict.fromkeys(k.replace("_", mark) for mark in "_-" for k in keys)
-                faults.append(((name,), f"unknown key{did_you_mean(name, list(known))}"))
-            elif field_name in written:
-                faults.append(((name,), f"the key stands twice, also as {written[field_name]!r}"))
-            else:
-                written[field_name] = name
-        all_read = True
-        for name, one in keys.items():
-            value = one.default
-            if name in written and not (values[written[name]] is None and one.default is None):
-                value = _attempt(one.read, values[written[name]], written[name], faults)
-                all_read &= value is not MISSING
-            elif value is MISSING:
-                faults.append(((name,), "missing"))
-                all_read = False
+        """Raises Invalid with all errors of the values."""
+        read, errors = read_keys(type(self), values)
+        for name, value in read.items():
             object.__setattr__(self, name, value)
-        if all_read:
-            faults += self.misfits()
-        if faults:
-            raise Invalid(faults)
-        object.__setattr__(self, "given", frozenset(written))
+        if len(read) == len(keys_of(type(self))):
+            errors += self.misfits()
+        if errors:
+            raise Invalid(errors)
+        object.__setattr__(self, "given", frozenset(name.replace("-", "_") for name in values))
 
-    def misfits(self) -> list[tuple[KeyPath, str]]:
-        """Faults of values that are right by themselves and do not go together."""
+    def misfits(self) -> list[Error]:
+        """Errors of values that are valid by themselves and cannot be combined."""
         return []
 
     @classmethod
     def read(cls: type[S], value: Any) -> S:
-        """The reader of this schema. Raises Invalid, or ValueError for something that is no mapping."""
+        """The reader of this schema. Raises Invalid, or ValueError if there is no mapping."""
         if isinstance(value, cls):
             return value
-        if not isinstance(value, dict):
-            raise ValueError(
-                f"{short(value)} stands here; expected keys such as '{next(iter(keys_of(cls)))}:'"
-            )
-        return cls(**value)
+        return cls(**expect_mapping(value, cls))
 
     def replaced(self: S, **values: Any) -> S:
-        """A copy with other values, which are taken as they are."""
+        """A copy with other values, which are not checked."""
         changed = copy.copy(self)
         for name, value in values.items():
             object.__setattr__(changed, name, value)
@@ -132,9 +185,12 @@ class Schema:
         return changed
 
 
-def keys_of(schema: type[Schema]) -> dict[str, Key]:
-    """A schema's keys by field name, in their order."""
-    return {f.name: f.metadata["key"] for f in fields(schema)}  # type: ignore[arg-type] # its subclasses are dataclasses
+def expect_mapping(value: Any, schema: type) -> dict[str, Any]:
+    """The value, a mapping with keys of ``schema``. Raises ValueError for anything else."""
+    if not isinstance(value, dict):
+        first_key = next(iter(keys_of(schema)))
+        raise ValueError(f"expected keys such as '{first_key}:', got {short(value)}")
+    return value
 
 
 def tuple_of(read: Reader[T]) -> Reader[tuple[T, ...]]:
@@ -142,42 +198,40 @@ def tuple_of(read: Reader[T]) -> Reader[tuple[T, ...]]:
 
     def read_list(value: Any) -> tuple[T, ...]:
         if not isinstance(value, list | tuple):
-            raise ValueError(f"{short(value)} is not a list")
-        faults: list[tuple[KeyPath, str]] = []
-        items = tuple(_attempt(read, item, index, faults) for index, item in enumerate(value))
-        if faults:
-            raise Invalid(faults)
+            raise ValueError(f"expected a list, got {short(value)}")
+        errors: list[Error] = []
+        items = tuple(_attempt(read, item, index, errors) for index, item in enumerate(value))
+        if errors:
+            raise Invalid(errors)
         return items
 
     return read_list
 
 
 def mapping_of(read_key: Reader[str], read: Reader[T]) -> Reader[dict[str, T]]:
-    """Reader of a mapping whose keys are the user's own."""
+    """Reader of a mapping with keys that the user chose."""
 
     def read_mapping(value: Any) -> dict[str, T]:
         if not isinstance(value, dict):
-            raise ValueError(f"{short(value)} is not a mapping")
-        faults: list[tuple[KeyPath, str]] = []
-        items = {
-            _attempt(read_key, k, k, faults): _attempt(read, inner, k, faults)
-            for k, inner in value.items()
-        }
-        if faults:
-            raise Invalid(faults)
+            raise ValueError(f"expected a mapping, got {short(value)}")
+        errors: list[Error] = []
+        items = {}
+        for written, inner in value.items():
+            name = _attempt(read_key, written, written, errors)
+            items[name] = _attempt(read, inner, written, errors)
+        if errors:
+            raise Invalid(errors)
         return items
 
     return read_mapping
 
 
-def _attempt(
-    read: Reader[Any], value: Any, place: str | int, faults: list[tuple[KeyPath, str]]
-) -> Any:
-    """The value read, or MISSING, with what is wrong with it added to the faults."""
+def _attempt(read: Reader[Any], value: Any, place: str | int, errors: list[Error]) -> Any:
+    """What ``read`` returns, or MISSING, with what is wrong added to ``errors``."""
     try:
         return read(value)
     except Invalid as below:
-        faults += [((place, *path), message) for path, message in below.faults]
-    except ValueError as fault:
-        faults.append(((place,), str(fault)))
+        errors += [((place, *path), message) for path, message in below.errors]
+    except ValueError as error:
+        errors.append(((place,), str(error)))
     return MISSING

@@ -1,10 +1,11 @@
-"""YAML files checked against a schema, with every fault reported at once and where it stands.
+"""YAML files checked against a schema; every error is reported at once, with its line.
 
-Scalars keep their text: YAML 1.1 would read 0123 as octal, 12:30:00 as sexagesimal, ``no`` as false and 1_0 as ten,
-and a partition, a type or a time would silently become another value. The schema converts.
+Scalars keep their text: YAML 1.1 would read 0123 as octal, 12:30:00 as sexagesimal, ``no`` as false
+and 1_0 as ten, and a partition, a type or a time would silently become another value. The schema
+converts them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,10 +13,12 @@ from typing import Any, TypeVar
 import yaml
 
 from ddp_slurm.errors import DdpSlurmError
-from ddp_slurm.schema.schema import Invalid, KeyPath, Reader, fault_text
+from ddp_slurm.schema.schema import Error, Invalid, KeyPath, Reader, error_text
 
 MAX_VALUES = 500_000
 """More values than this (aliases expanded) are an attack or an accident, not a cluster."""
+MAX_ERRORS = 50
+"""Lines of one report: nobody reads more, and the last one says how many there are."""
 
 T = TypeVar("T")
 _Loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # the C one is about ten times faster
@@ -23,63 +26,87 @@ _Loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # the C one is about te
 
 @dataclass
 class YamlFile:
-    """The values of a file, and the line of each key path.
-
-    ``faults`` are those that the syntax tree shows, such as a key that stands twice.
-    """
+    """The values of a file and the line of each key path."""
 
     path: Path
     data: Any
     lines: dict[KeyPath, int] = field(default_factory=dict)
-    faults: list[str] = field(default_factory=list)
+    errors: list[Error] = field(default_factory=list)
+    """Those that only the file itself shows, such as a duplicate key."""
+
+    def report(self, errors: Iterable[Error]) -> str:
+        """A line for each error, in the file's order: ``file:line: key path: what is wrong``."""
+        numbered = {(self._line(path), error_text(path, text)) for path, text in errors}
+        in_order = sorted(numbered)
+        lines = [f"{self.path}:{line}: {text}" for line, text in in_order[:MAX_ERRORS]]
+        if len(in_order) > MAX_ERRORS:
+            lines.append(f"{self.path}: {len(in_order) - MAX_ERRORS} more errors")
+        return "\n".join(lines)
+
+    def _line(self, path: KeyPath) -> int:
+        """The line of the longest part of ``path`` that the file has.
+
+        That of the mapping, for a key that is missing.
+        """
+        while path and path not in self.lines:
+            path = path[:-1]
+        return self.lines.get(path, 1)
 
 
 def load_yaml(path: Path, error: type[DdpSlurmError]) -> YamlFile:
-    """Read a file into dicts, lists and strings. Raises ``error`` for one that cannot be read or is not YAML."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise error(f"{path}: no such file") from None
-    except UnicodeDecodeError:
-        raise error(f"{path}: not a text file (no UTF-8); a YAML file was expected") from None
-    except OSError as fault:
-        raise error(f"{path}: cannot be read: {fault.strerror}") from None
-    try:
-        node = yaml.compose(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as fault:
-        mark = fault.problem_mark or fault.context_mark
-        line = mark.line + 1 if mark else 1
-        raise error(f"{path}:{line}: not valid YAML: {fault.problem or fault.context}") from None
-    except (yaml.YAMLError, ValueError) as fault:
-        raise error(f"{path}: not valid YAML: {str(fault).splitlines()[0]}") from None
+    """Read a file into dicts, lists and strings. Raises ``error`` if it is not readable YAML."""
+    node = _compose(_read_text(path, error), path, error)
     if node is None:
-        raise error(f"{path}: the file is empty; a YAML file with keys was expected")
+        raise error(f"{path}: the file is empty; expected YAML with keys")
     file = YamlFile(path, None)
     try:
         file.data = _Converter(file, error).convert(node, ())
     except RecursionError:
-        raise error(f"{path}: its lists and mappings are nested too deep") from None
+        raise error(f"{path}: its lists and mappings are nested too deeply") from None
     return file
+
+
+def _read_text(path: Path, error: type[DdpSlurmError]) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise error(f"{path}: no such file") from None
+    except UnicodeDecodeError:
+        raise error(f"{path}: not a text file in UTF-8; expected a YAML file") from None
+    except OSError as reason:
+        raise error(f"{path}: cannot be read: {reason.strerror}") from None
+
+
+def _compose(text: str, path: Path, error: type[DdpSlurmError]) -> yaml.Node | None:
+    try:
+        return yaml.compose(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as problem:
+        mark = problem.problem_mark or problem.context_mark
+        line = mark.line + 1 if mark else 1
+        reason = problem.problem or problem.context
+        raise error(f"{path}:{line}: not valid YAML: {reason}") from None
+    except (yaml.YAMLError, ValueError) as problem:
+        raise error(f"{path}: not valid YAML: {str(problem).splitlines()[0]}") from None
 
 
 class _Converter:
     def __init__(self, file: YamlFile, error: type[DdpSlurmError]) -> None:
-        self.file, self.error, self.count = file, error, 0
+        self.file = file
+        self.error = error
+        self.count = 0
         self.open_nodes: set[int] = set()
 
     def convert(self, node: yaml.Node, path: KeyPath) -> Any:
         self.count += 1
-        line = node.start_mark.line + 1
         if self.count > MAX_VALUES or id(node) in self.open_nodes:
-            raise self.error(
-                f"{self.file.path}:{line}: an alias that contains itself, or too many values"
-            )
-        self.file.lines.setdefault(path, line)
+            raise self._error_at(node, "an alias that contains itself, or too many values")
+        self.file.lines.setdefault(path, _line_of(node))
         if isinstance(node, yaml.ScalarNode):
             return node.value
         self.open_nodes.add(id(node))
+        value: Any
         if isinstance(node, yaml.SequenceNode):
-            value: Any = [self.convert(child, (*path, i)) for i, child in enumerate(node.value)]
+            value = [self.convert(child, (*path, i)) for i, child in enumerate(node.value)]
         else:
             value = self.mapping(node, path)
         self.open_nodes.remove(id(node))
@@ -88,59 +115,37 @@ class _Converter:
     def mapping(self, node: yaml.Node, path: KeyPath) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for key_node, child in node.value:
-            line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
-                raise self.error(f"{self.file.path}:{line}: a key must be one word")
+                raise self._error_at(key_node, "a key must be a single word")
             key = key_node.value
             if key == "<<":
-                raise self.error(
-                    f"{self.file.path}:{line}: merge keys (<<) are not read; write the keys out"
-                )
+                raise self._error_at(key_node, "merge keys (<<) are not supported; repeat the keys")
+            place = (*path, key)
             if key in result:
-                first = self.file.lines[(*path, key)]
-                twice = fault_text((*path, key), f"the key stands twice, first on line {first}")
-                self.file.faults.append(f"{self.file.path}:{line}: {twice}")
-            self.file.lines[(*path, key)] = line
-            result[key] = self.convert(child, (*path, key))
+                first_line = self.file.lines[place]
+                message = f"duplicate key {key!r}, first on line {first_line}"
+                self.file.errors.append((place, message))
+            self.file.lines[place] = _line_of(key_node)
+            result[key] = self.convert(child, place)
         return result
+
+    def _error_at(self, node: yaml.Node, problem: str) -> DdpSlurmError:
+        return self.error(f"{self.file.path}:{_line_of(node)}: {problem}")
+
+
+def _line_of(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
 
 
 def validate(read: Reader[T], file: YamlFile, error: type[DdpSlurmError]) -> T:
-    """The file's values as ``read`` gives them. Raises ``error`` with all faults, a line each.
-
-    A line reads ``file:line: key path: the value and what is wrong with it``.
-    """
-    faults = list(file.faults)
+    """The file's values as ``read`` returns them. Raises ``error`` with all errors, a line each."""
+    errors = list(file.errors)
     try:
         checked = read(file.data)
     except Invalid as invalid:
-        faults += [
-            f"{file.path}:{_line(file, path)}: {fault_text(path, text)}"
-            for path, text in invalid.faults
-        ]
-    except ValueError as fault:
-        faults.append(f"{file.path}: {fault}")
-    if faults:
-        raise error("\n".join(_in_order_of_lines(faults)))
+        errors += invalid.errors
+    except ValueError as problem:
+        errors.append(((), str(problem)))
+    if errors:
+        raise error(file.report(errors))
     return checked
-
-
-def _line(file: YamlFile, path: KeyPath) -> int:
-    """The line of the longest part of ``path`` that the file has (a missing key: that of its mapping)."""
-    while path and path not in file.lines:
-        path = path[:-1]
-    return file.lines.get(path, 1)
-
-
-def _in_order_of_lines(faults: list[str]) -> list[str]:
-    def line(fault: str) -> int:
-        return next((int(part) for part in fault.split(":") if part.isdigit()), 0)
-
-    return sorted(dict.fromkeys(faults), key=line)
-
-
-def plain(value: Mapping[str, Any]) -> str:
-    """Values as YAML text that this module reads back unchanged."""
-    return yaml.safe_dump(
-        dict(value), sort_keys=False, allow_unicode=True, default_flow_style=False
-    )

@@ -65,7 +65,8 @@ def test_cards_of_one_type_are_one_gres(tmp_path: Path) -> None:
 def test_unquoted_scalars_keep_their_text(tmp_path: Path, text: str) -> None:
     cluster = load(
         tmp_path,
-        f"name: {text}\nnodes:\n  - name: {text if '_' not in text else 'n'}\n    gpus: {{type: {text}, count: 1}}\n"
+        f"name: {text}\nnodes:\n  - name: {text if '_' not in text else 'n'}\n"
+        f"    gpus: {{type: {text}, count: 1}}\n"
         f"    partition: {text}\n    env: {{A: {text}}}\n",
     )
     node = cluster.nodes[0]
@@ -80,7 +81,8 @@ def test_unquoted_scalars_keep_their_text(tmp_path: Path, text: str) -> None:
 def test_ssh_of_the_cluster_holds_where_a_node_says_nothing(tmp_path: Path) -> None:
     cluster = load(
         tmp_path,
-        "ssh: {user: ann, port: 2222}\nnodes:\n  - {name: a, gpus: 1}\n  - {name: b, gpus: 1, ssh: {port: 22}}\n",
+        "ssh: {user: ann, port: 2222}\nnodes:\n"
+        "  - {name: a, gpus: 1}\n  - {name: b, gpus: 1, ssh: {port: 22}}\n",
     )
     assert [(n.ssh.user, n.ssh.port) for n in cluster.nodes] == [("ann", 2222), ("ann", 22)]
 
@@ -99,12 +101,15 @@ BAD = {
     "unknown key": ("colour: red\n" + NODE, "cluster.yaml:1: colour: unknown key"),
     "a node twice": (
         NODE + "  - {name: a, gpus: 2}\n",
-        "cluster.yaml:4: nodes[1].name: node 'a' is there twice, first on line 2",
+        "cluster.yaml:4: nodes[1].name: duplicate node 'a', first on line 2",
     ),
-    "a node twice in a list": (NODE.replace("a\n", '"n[1-3],n2"\n', 1), "node 'n2' is there twice"),
+    "a node twice in a list": (
+        NODE.replace("a\n", '"n[1-3],n2"\n', 1),
+        "duplicate node 'n2', first on line 2",
+    ),
     "a key twice": (
         NODE + "    gpus: 2\n",
-        "cluster.yaml:4: nodes[0].gpus: the key stands twice, first on line 3",
+        "cluster.yaml:4: nodes[0].gpus: duplicate key 'gpus', first on line 3",
     ),
     "no GPU anywhere": (NODE.replace("1", "0"), "cluster.yaml:1: nodes: no node has a GPU"),
     "no node": ("nodes: []\n", "cluster.yaml:1: nodes: no node has a GPU"),
@@ -153,7 +158,7 @@ BAD = {
     ),
     "types of some": (
         "nodes:\n  - {name: a, gpus: [{type: x}, {count: 2}]}\n",
-        "give all of the node's a type, or none",
+        "give all GPUs of the node a type, or none",
     ),
     "gpus without keys": (
         "nodes:\n  - {name: a, gpus: {}}\n",
@@ -161,16 +166,19 @@ BAD = {
     ),
     "gpus in Slurm's words": (
         NODE.replace("1", "a100:4"),
-        "'a100:4' is Slurm's way; write {type: a100, count: 4}",
+        "'a100:4' is Slurm's syntax; write {type: a100, count: 4}",
     ),
     "too many gpus": (
         NODE.replace("1", "999999999"),
         "nodes[0].gpus: 999999999 GPUs are more than a machine has",
     ),
-    "nodes in one word": ("nodes: gpu[01-04]\n", "write it as an item below: - name: gpu[01-04]"),
+    "nodes in one word": (
+        "nodes: gpu[01-04]\n",
+        "expected a list of machines, got 'gpu[01-04]'; write '- name: gpu[01-04]'",
+    ),
     "merge keys": (
         "nodes:\n  - &a {name: a, gpus: 1}\n  - {<<: *a, name: b}\n",
-        "cluster.yaml:3: merge keys (<<) are not read",
+        "cluster.yaml:3: merge keys (<<) are not supported",
     ),
     "env of a rank": (
         NODE + "    env: {RANK: 1}\n",
@@ -186,7 +194,7 @@ BAD = {
     ),
     "lo among several": (
         NODE + "    interface: lo\n  - {name: b, gpus: 1}\n",
-        "cluster.yaml:4: nodes[0].interface: 'lo' reaches no other node",
+        "cluster.yaml:4: nodes[0].interface: 'lo' does not reach other nodes",
     ),
     "controller": (
         "controller: c\n" + NODE,
@@ -196,18 +204,18 @@ BAD = {
         'nodes:\n  - {name: "n[1-2]", gpus: 1, address: 10.0.0.1}\n',
         "cannot be the address of 2 nodes",
     ),
-    "a list": ("- a\n- b\n", "cluster.yaml: a list stands here; expected keys such as 'name:'"),
+    "a list": ("- a\n- b\n", "cluster.yaml:1: expected keys such as 'name:', got a list"),
     "empty": (
         "# nothing yet\n",
-        "cluster.yaml: the file is empty; a YAML file with keys was expected",
+        "cluster.yaml: the file is empty; expected YAML with keys",
     ),
     "no key": ('"": x\n' + NODE, "cluster.yaml:1: '': unknown key"),
-    "nested": ("[" * 900 + "]" * 900, "cluster.yaml: its lists and mappings are nested too deep"),
+    "nested": ("[" * 900 + "]" * 900, "cluster.yaml: its lists and mappings are nested too deeply"),
     "port": (
         NODE + "    ssh: {port: 65536}\n",
         "cluster.yaml:4: nodes[0].ssh.port: 65536 is not a port; the highest is 65535",
     ),
-    "a word": ("hello\n", "cluster.yaml: 'hello' stands here; expected keys"),
+    "a word": ("hello\n", "cluster.yaml:1: expected keys such as 'name:', got 'hello'"),
     "binary": (b"\x00\xff\xfe\x80", "cluster.yaml: not a text file"),
     "control characters": (b"name: \x07\n", "cluster.yaml: not valid YAML"),
     "not YAML": ("nodes: [\n", "cluster.yaml:2: not valid YAML"),

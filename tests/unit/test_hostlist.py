@@ -1,9 +1,10 @@
 """Host lists against Slurm's own reader, and round trips.
 
-What ``scontrol show hostnames`` does with bad lists, on 20.11, 22.05, 24.11 and 26.05 alike where not said otherwise:
-its exit status is always 0; descending ranges, empty brackets, letters in a range and nested brackets leave nothing on
-stdout and a message on stderr; ``a[1-]`` is read as a1, ``a,,b`` as a and b, and ``a[1-3`` as the host ``a]`` before 24.11.
-Here all of these are errors: a list with a typing error in it names other machines than were meant.
+What ``scontrol show hostnames`` does with bad lists on 20.11, 22.05, 24.11 and 26.05: its exit
+status is always 0; descending ranges, empty brackets, letters in a range and nested brackets print nothing
+on stdout and a message on stderr; ``a[1-]`` is read as a1, ``a,,b`` as a and b, and before 24.11
+``a[1-3`` as the host ``a]``. Here all of these are errors: a list with a typing error in it names
+other machines than were meant.
 """
 
 import doctest
@@ -46,7 +47,7 @@ brackets = st.lists(ranges(), min_size=1, max_size=3).map(lambda items: f"[{','.
 
 @st.composite
 def parts(draw: st.DrawFn) -> str:
-    """``rack[0-1]_blade[08-10,2]``; no text after the last bracket, which Slurm reads from 24.11 on."""
+    """``rack[0-1]_blade[08-10,2]``; no text after the last bracket: Slurm reads it from 24.11 on."""
     text = draw(words)
     for i in range(draw(st.integers(0, 3))):
         text += (draw(literals) if i else "") + draw(brackets)
@@ -106,7 +107,7 @@ def test_slurm_reads_what_is_compressed(scontrol, names):
 
 
 @given(hosts)
-@example(["a", "a1", "a2"])  # a is no a0
+@example(["a", "a1", "a2"])  # a is not a0
 def test_round_trip_keeps_order_and_repetition(names):
     assert expand_hostlist(compress_hostlist(names)) == names
 
@@ -241,5 +242,5 @@ def test_any_text_is_read_or_refused(text):
     for read in (expand_hostlist, expand_tasks_per_node):
         try:
             read(text)
-        except HostlistError as fault:
-            assert repr(text) in str(fault)  # noqa: PT017 : most texts are read
+        except HostlistError as error:
+            assert repr(text) in str(error)  # noqa: PT017 : most texts are read

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ddp_slurm.schema.fields import plain_text, positive_number, word
-from ddp_slurm.schema.schema import Invalid, KeyPath, Schema, key, mapping_of, tuple_of
+from ddp_slurm.schema.schema import Error, Invalid, Schema, key, mapping_of, tuple_of
 
 
 @dataclass(frozen=True, init=False)
@@ -14,7 +14,7 @@ class Inner(Schema):
     low: int = key(positive_number)
     high: int = key(positive_number, 9)
 
-    def misfits(self) -> list[tuple[KeyPath, str]]:
+    def misfits(self) -> list[Error]:
         return [(("high",), f"{self.high} is less than low")] if self.high < self.low else []
 
 
@@ -55,12 +55,13 @@ def test_values_defaults_and_what_was_given() -> None:
         ({"two-word": "x"}, ["two-word: unknown key; did you mean 'two-words'?"]),
         (
             {"two-words": "x", "two_words": "y"},
-            ["two_words: the key stands twice, also as 'two-words'"],
+            ["two_words: duplicate key, also written 'two-words'"],
         ),
         (
             {"two-words": "$(id)"},
             [
-                "two-words: '$(id)' has a command substitution in it; it is not run here: write its result, or use setup"
+                "two-words: '$(id)' has a command substitution in it, "
+                "which would not be run here; write its result, or use setup"
             ],
         ),
         ({"inner": [{"low": 5, "high": 4}]}, ["inner[0].high: 4 is less than low"]),
@@ -72,9 +73,9 @@ def test_values_defaults_and_what_was_given() -> None:
             {"inner": [{"low": "?", "high": 4}]},
             ["inner[0].low: '?' is not a whole number, such as 4"],
         ),
-        ({"inner": {"low": 1}}, ["inner: a mapping is not a list"]),
-        ({"inner": [[]]}, ["inner[0]: a list stands here; expected keys such as 'low:'"]),
-        ({"inner": [""]}, ["inner[0]: nothing stands here; expected keys such as 'low:'"]),
+        ({"inner": {"low": 1}}, ["inner: expected a list, got a mapping"]),
+        ({"inner": [[]]}, ["inner[0]: expected keys such as 'low:', got a list"]),
+        ({"inner": [""]}, ["inner[0]: expected keys such as 'low:', got nothing"]),
         (
             {"table": {"a b": 1, "c": 0}},
             [
@@ -82,8 +83,8 @@ def test_values_defaults_and_what_was_given() -> None:
                 "table.c: 0 is too few; it must be 1 or more",
             ],
         ),
-        ({"table": []}, ["table: a list is not a mapping"]),
-        ({"two_words": None}, ["two_words: nothing is not a text"]),
+        ({"table": []}, ["table: expected a mapping, got a list"]),
+        ({"two_words": None}, ["two_words: expected a text, got nothing"]),
     ],
 )
 def test_all_faults_at_once(value: dict[str, Any], faults: list[str]) -> None:

@@ -97,7 +97,7 @@ def test_script_writes_over_nothing_of_the_users(
     os.mkfifo(tmp_path / "pipe")
     for name, words in (
         ("train.py", "--script train.py: the file is there and not made by ddp-slurm"),
-        ("pipe", "pipe: cannot be written: it is there and no regular file"),
+        ("pipe", "pipe: cannot be written: it is not a regular file"),
         ("-", "--script - names no file; --dry-run prints the script"),
         ("/dev/stdout", "--script /dev/stdout names no file"),
     ):
@@ -264,9 +264,9 @@ BAD = {
     "slash in a name": (["--name", "a/b"], "--name: 'a/b' is not a job name"),
     "nothing as a path": (
         ["--output", " "],
-        "--output: ' ' names nothing; leave it out, or give a value",
+        "--output: ' ' is blank; give a value, or leave the key out",
     ),
-    "nothing as an interpreter": (["--python="], "--python: '' names nothing"),
+    "nothing as an interpreter": (["--python="], "--python: '' is blank"),
     "command in a path": (["--output", "`id`"], "--output: '`id`' has a command substitution"),
     "command in an env value": (
         ["--env", "A=$(id)"],
@@ -274,12 +274,12 @@ BAD = {
     ),
     "newline in an env value": (["--env", "A=x\ny"], "has a newline"),
     "env of a rank": (["--env", "CUDA_VISIBLE_DEVICES=0"], "--env.CUDA_VISIBLE_DEVICES"),
-    "env of bash": (["--env", "UID=0"], "--env.UID: 'UID' is bash's own and cannot be set"),
+    "env of bash": (["--env", "UID=0"], "--env.UID: 'UID' is set by bash and cannot be changed"),
     "env that adds": (
         ["--env", "PATH=/opt/bin:$PATH"],
-        "--env.PATH: '/opt/bin:$PATH' stays as it is written; to add to a variable: --setup 'export PATH=/opt/bin:$PATH'",
+        "--env.PATH: '/opt/bin:$PATH' is not expanded; to extend a variable: --setup 'export PATH=/opt/bin:$PATH'",
     ),
-    "env that adds in braces": (["--env", "A=${A:+$A:}x"], "stays as it is written"),
+    "env that adds in braces": (["--env", "A=${A:+$A:}x"], "is not expanded"),
     "env without =": (["--env", "A"], "--env: 'A' is not NAME=VALUE"),
     "unset variable": (["--output", "$NOT_THERE/x"], "the variable $NOT_THERE is not set"),
     "array": (

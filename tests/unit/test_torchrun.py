@@ -502,7 +502,7 @@ def test_launcher_torchrun_restarts_all_nodes(
         ({"container": "docker:x", "mount": ["/a:/b:/c"]}, "is not SOURCE"),
         ({"container": "docker:x", "mount": ["/a:b"]}, "is not SOURCE"),
         ({"container": "docker:x", "mount": ["/a,b"]}, "cannot be mounted"),
-        ({"launcher": "mpirun"}, "'mpirun' is not accepted here; srun and torchrun are"),
+        ({"launcher": "mpirun"}, "expected srun or torchrun, got 'mpirun'"),
     ],
 )
 def test_options_refused_at_load(options: dict[str, object], words: str) -> None:
