@@ -1,30 +1,45 @@
-"""``ddp-slurm``: all commands in one."""
+"""``ddp-slurm``: all commands in one. A command's module is imported when the command is typed."""
 
-from ddp_slurm import __version__, console, submit
-from ddp_slurm.admin import commands as admin
-from ddp_slurm.cluster.discover import discover_command
-from ddp_slurm.lab import commands as lab
-from ddp_slurm.runs import commands as jobs
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from ddp_slurm import __version__, console
+
+COMMANDS = {
+    "ddp_slurm.submit": ("submit", "plan"),
+    "ddp_slurm.runs.commands": ("status", "logs", "cancel"),
+    "ddp_slurm.cluster.discover": ("discover",),
+    "ddp_slurm.admin.commands": ("doctor", "cluster"),
+    "ddp_slurm.lab.commands": ("lab",),
+}
+"""The commands of each module; its ``add_commands`` adds them to a parser."""
 
 
-def make_parser() -> console.Parser:
+def make_parser(words: Sequence[str]) -> console.Parser:
+    """The parser of a command line: knows the options of the command that is typed.
+
+    Without a command, as in ``ddp-slurm --help``, it knows the help of all.
+    """
     parser = console.Parser(
         prog="ddp-slurm",
         description="Train one PyTorch model on all the GPUs you own, however uneven.",
     )
     parser.add_argument("--version", action="version", version=f"ddp-slurm {__version__}")
     commands = parser.add_commands()
-    submit.add_submit_options(console.add_command(commands, "submit", submit.submit))
-    submit.add_job_options(console.add_command(commands, "plan", submit.show_plan))
-    jobs.add_commands(commands)
-    console.add_command(commands, "discover", discover_command)
-    admin.add_commands(commands)
-    lab.add_commands(commands)
+    typed = next((word for word in words if not word.startswith("-")), None)
+    lists_all = typed is None and "--version" not in words
+    for module, names in COMMANDS.items():
+        if lists_all or typed in names:
+            import_module(module).add_commands(commands)
+        else:
+            for name in names:  # for the message on a name that does not exist
+                commands.add_parser(name)
     return parser
 
 
 def main() -> None:
-    console.run(make_parser())
+    console.run(make_parser(sys.argv[1:]))
 
 
 if __name__ == "__main__":

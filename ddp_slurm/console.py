@@ -1,4 +1,4 @@
-"""The edge between the commands and the person: argparse, and the one place that turns a fault into a message."""
+"""The edge between the commands and the person: argparse, tables, errors as messages."""
 
 import argparse
 import os
@@ -7,20 +7,19 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from ddp_slurm.errors import DdpSlurmError, did_you_mean
-from ddp_slurm.schema.schema import Reader
 
 T = TypeVar("T")
 
 
 def say(text: str) -> None:
-    """A line for the person, on stderr: stdout belongs to what other programs read, such as the job id.
+    """Print a line for the person on stderr; stdout is for other programs, such as the job id.
 
-    Where nobody reads it any more, what is done goes on, and its exit status stays.
+    Where stderr cannot be written, the command goes on and its exit status stays.
     """
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
-        _silence(2)
+        _discard(2)
 
 
 def table(rows: Iterable[Sequence[str]]) -> str:
@@ -39,8 +38,8 @@ def table(rows: Iterable[Sequence[str]]) -> str:
     )
 
 
-def _silence(stream: int) -> None:
-    """Send a stream that cannot be written to nowhere, so that the flush at exit does not fail, too."""
+def _discard(stream: int) -> None:
+    """Send what is written to a broken stream to nowhere: the flush at exit would fail, too."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
@@ -48,82 +47,87 @@ Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
 class Parser(argparse.ArgumentParser):
-    """Options are written in full: an abbreviation would change its meaning with the next option that is added."""
+    """Options are written in full: an abbreviation would change its meaning with a new option.
+
+    With ``keeps_errors`` unknown options are no end: their messages are the argument ``errors``,
+    to be reported with those of the options' values.
+    """
+
+    keeps_errors = False
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
         self.set_defaults(parser=self)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Refuses here what it does not know: only this parser knows what the person may have meant."""
+        """Refuses unknown words here: only this parser knows what the person may have meant."""
         known, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            self.refuse(unknown)
+        errors = [self._unknown(word) for word in unknown if word.startswith("-")]
+        if self.keeps_errors:
+            known.errors = errors
+        elif unknown:
+            self.error(errors[0] if errors else f"unexpected {' '.join(map(repr, unknown))}")
         return known, []
+
+    def _unknown(self, word: str) -> str:
+        name = word.partition("=")[0]
+        return f"no such option: {name}{did_you_mean(name, list(self._option_string_actions))}"
 
     def error(self, message: str) -> NoReturn:
         say(f"error: {message}")
         say(f"{self.prog} --help shows what is accepted")
         sys.exit(2)
 
-    def refuse(self, words: list[str]) -> NoReturn:
-        """End with a message on words that no option has taken."""
-        for word in words:
-            if word.startswith("-"):
-                name = word.partition("=")[0]
-                self.error(
-                    f"no such option: {name}{did_you_mean(name, list(self._option_string_actions))}"
-                )
-        self.error(f"unexpected {' '.join(map(repr, words))}")
-
     def add_commands(self) -> Commands:
         return self.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
 
 
 def add_command(commands: Commands, name: str, function: Callable[..., None]) -> Parser:
-    """The parser of ``function``, whose docstring is the help and whose parameters are the arguments' names."""
+    """The parser of ``function``: its docstring is the help, its parameters are the arguments."""
     text = (function.__doc__ or "").replace("%", "%%")
     command = commands.add_parser(name, description=text, help=text.partition("\n")[0])
     command.set_defaults(function=function)
     return command
 
 
-def typed(read: Reader[T]) -> Callable[[str], T]:
-    """A reader as the ``type`` of an argument, its own words as the message."""
+def typed(read: Callable[[Any], T]) -> Callable[[str], T]:
+    """A reader of a schema as the ``type`` of an argument; its error is the message."""
 
     def parse(text: str) -> T:
         try:
             return read(text)
-        except ValueError as fault:
-            raise argparse.ArgumentTypeError(str(fault)) from None
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
 
     return parse
 
 
 def run(parser: Parser) -> None:
-    """Run the command that was typed, and exit. A fault of the user or the machine becomes its text on stderr and its
-    exit status."""
+    """Run the command that was typed, and exit.
+
+    An error of the user or the machine becomes a message on stderr and an exit status.
+    """
     _open_closed_streams()
     try:
         try:
             _run(parser)
         finally:
             sys.stdout.flush()
-    except DdpSlurmError as fault:
-        for line in str(fault).splitlines():
+    except DdpSlurmError as error:
+        for line in str(error).splitlines():
             say(f"error: {line}")
-        sys.exit(fault.exit_status)
+        sys.exit(error.exit_status)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
-        _silence(1)
+        _discard(1)
         sys.exit(141)
-    except OSError as fault:
-        _silence(1)
-        say(f"error: {_os_fault(fault)}")
+    except OSError as error:
+        _discard(1)
+        say(f"error: {_system_error(error)}")
         sys.exit(2)
-    except UnicodeEncodeError as fault:
-        say(f"error: {_unwritable(fault)}")
+    except UnicodeEncodeError as error:
+        say(f"error: {_unwritable(error)}")
         sys.exit(2)
 
 
@@ -141,21 +145,21 @@ def _open_closed_streams() -> None:
     """``>&-`` closes a stream, and the next file that is opened would get its number."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(
-                sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode)
-            )  # the lowest free number, its own
+            lowest_free_number = os.open(os.devnull, os.O_RDWR)  # the closed stream's own
+            setattr(sys, name, os.fdopen(lowest_free_number, mode))
 
 
-def _os_fault(fault: OSError) -> str:
-    if isinstance(fault, FileNotFoundError) and fault.filename is None:  # os.getcwd()
-        return "the current folder is gone; go to one that is there"
-    return ": ".join(str(part) for part in (fault.filename, fault.strerror) if part) or repr(fault)
+def _system_error(error: OSError) -> str:
+    if isinstance(error, FileNotFoundError) and error.filename is None:  # os.getcwd()
+        return "the current folder does not exist any more; go to another one"
+    parts = [str(part) for part in (error.filename, error.strerror) if part]
+    return ": ".join(parts) or repr(error)
 
 
-def _unwritable(fault: UnicodeEncodeError) -> str:
-    """Names the line: the character alone, an undecodable byte of a file's name for example, says little."""
-    line = (
-        fault.object[: fault.start].rpartition("\n")[2]
-        + fault.object[fault.start :].partition("\n")[0]
+def _unwritable(error: UnicodeEncodeError) -> str:
+    """Names the line: the character alone, such as an undecodable byte, does not help to find it."""
+    before = error.object[: error.start].rpartition("\n")[2]
+    after = error.object[error.start :].partition("\n")[0]
+    return (
+        f"{before + after!a}: {error.object[error.start]!a} cannot be written as {error.encoding}"
     )
-    return f"{line!a}: {fault.object[fault.start]!a} cannot be written as {fault.encoding}"

@@ -58,7 +58,7 @@ def step_processes(plan: Plan, environ: Mapping[str, str]) -> Iterator[Process]:
         "PYTHONUNBUFFERED": "1",
         **outer,
         **_venv_environ(options.venv, outer.get("PATH", os.defpath)),
-        **plan.step_env(),
+        **plan.job_env().to_environ(),
         **_slurm_step(plan),
         **options.env,
     }

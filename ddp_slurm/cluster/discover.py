@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ddp_slurm.cluster.machines import Cluster, Node, NodeEntry
 from ddp_slurm.cluster.write import cluster_yaml
-from ddp_slurm.console import say
+from ddp_slurm.console import Commands, add_command, say
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.schema.schema import Invalid
 from ddp_slurm.slurm_client.commands import clean_environ
@@ -213,6 +213,10 @@ def _topology(record: dict[str, str], cpus: int) -> dict[str, int]:
     if cores * threads == 1 or cpus not in (sockets * cores, sockets * cores * threads):
         return {}
     return {"sockets": sockets, "cores_per_socket": cores, "threads_per_core": threads}
+
+
+def add_commands(commands: Commands) -> None:
+    add_command(commands, "discover", discover_command)
 
 
 def discover_command() -> None:

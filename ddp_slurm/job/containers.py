@@ -1,4 +1,4 @@
-"""``--container ENGINE:IMAGE`` and ``--mount``: reading and checking them."""
+"""``--container ENGINE:IMAGE`` and ``--mount SOURCE[:TARGET[:ro]]``."""
 
 import os
 import re
@@ -9,16 +9,23 @@ from ddp_slurm.schema.fields import plain_text
 
 ENGINES = {
     "docker": "a docker image, as in docker:nvcr.io/nvidia/pytorch:25.01-py3",
-    "apptainer": "an image file or an address, as in apptainer:/images/torch.sif or apptainer:docker://pytorch/pytorch",
-    "pyxis": "an image file or enroot's address, as in pyxis:/images/torch.sqsh or pyxis:nvcr.io#nvidia/pytorch:25.01",
+    "apptainer": (
+        "an image file or an address, "
+        "as in apptainer:/images/torch.sif or apptainer:docker://pytorch/pytorch"
+    ),
+    "pyxis": (
+        "an image file or enroot's address, "
+        "as in pyxis:/images/torch.sqsh or pyxis:nvcr.io#nvidia/pytorch:25.01"
+    ),
 }
+IMAGE = re.compile(r"[^\s-]\S*( \S+)*")
 SEPARATORS = re.compile(r'[,:"\\]')
-"""docker, apptainer and pyxis split mounts at these, each in its own way and without an escape that all know."""
+"""docker, apptainer and pyxis split mounts at these, without an escape that all of them know."""
 
 
 @dataclass(frozen=True)
 class Container:
-    """``ENGINE:IMAGE`` of --container."""
+    """The value of --container."""
 
     engine: str
     image: str
@@ -32,14 +39,18 @@ class Container:
         if engine not in ENGINES or not colon:
             raise ValueError(f"{value!r} is not ENGINE:IMAGE; the engines are {', '.join(ENGINES)}")
         image = os.path.expanduser(image)
-        if not re.fullmatch(r"[^\s-]\S*( \S+)*", image) or (engine == "docker" and " " in image):
+        blank_for_docker = engine == "docker" and " " in image
+        if blank_for_docker or not IMAGE.fullmatch(image):
             raise ValueError(f"{value!r}: {image!r} is not {ENGINES[engine]}")
         return cls(engine=engine, image=image)
+
+    def __str__(self) -> str:
+        return f"{self.engine}:{self.image}"
 
 
 @dataclass(frozen=True)
 class Mount:
-    """``SOURCE[:TARGET[:ro]]`` of --mount; the target is the source's path where it is not said."""
+    """One value of --mount; without a target it is the source's path."""
 
     source: str
     target: str
@@ -54,9 +65,10 @@ class Mount:
         source = os.path.expanduser(source)
         mode = rest.pop() if rest[-1:] in (["ro"], ["rw"]) else "rw"
         target = rest[0] if rest else source
-        if len(rest) > 1 or not (source.startswith("/") and target.startswith("/")):
+        if len(rest) > 1 or not source.startswith("/") or not target.startswith("/"):
             raise ValueError(
-                f"{value!r} is not SOURCE[:TARGET[:ro]] with absolute paths, as in /data:/mnt/data:ro"
+                f"{value!r} is not SOURCE[:TARGET[:ro]] with absolute paths, "
+                "as in /data:/mnt/data:ro"
             )
         if SEPARATORS.search(source + target):
             raise ValueError(
@@ -64,6 +76,5 @@ class Mount:
             )
         return cls(source=source, target=target, read_only=mode == "ro")
 
-    @property
-    def text(self) -> str:
+    def __str__(self) -> str:
         return f"{self.source}:{self.target}" + (":ro" if self.read_only else "")

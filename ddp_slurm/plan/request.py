@@ -1,17 +1,18 @@
-"""From what was typed to a plan: cluster.yaml, job.yaml and the command line, all their faults reported together."""
+"""From what was typed to a plan; the errors of all files and options come in one report."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_slurm.cluster import Cluster
+from ddp_slurm.cluster import Cluster, ClusterError
 from ddp_slurm.console import say
 from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.job.checks import combination_errors
 from ddp_slurm.job.log_path import with_log_path
 from ddp_slurm.job.options import JobOptions, OptionsError
 from ddp_slurm.plan import Plan, make_plan
-from ddp_slurm.schema.schema import Invalid, error_text
+from ddp_slurm.schema.schema import Invalid, error_text, keys_of
 from ddp_slurm.schema.yaml_file import load_yaml, validate
 
 DEFAULT_CLUSTER = Path("cluster.yaml")
@@ -27,32 +28,71 @@ class Request:
     """JobOptions' fields as texts or lists of texts; only those that were given."""
     backend: str = "sbatch"
     """The one that will start the job."""
+    errors: tuple[str, ...] = ()
+    """What is wrong with the command line itself, such as an unknown option."""
+
+    @property
+    def cluster_file(self) -> Path | None:
+        """The file that was named, else ./cluster.yaml, where it exists."""
+        if self.cluster is not None:
+            return self.cluster
+        return DEFAULT_CLUSTER if DEFAULT_CLUSTER.exists() else None
+
+
+@dataclass
+class Reading:
+    """A request that was looked at: what could be read, and the errors of the rest."""
+
+    cluster: Cluster | None = None
+    options: JobOptions = field(default_factory=JobOptions)
+    unread: frozenset[str] = frozenset()
+    """Keys of JobOptions whose values could not be read."""
+    errors: list[str] = field(default_factory=list)
+
+    def plan(self) -> Plan:
+        """Raises DdpSlurmError with all errors."""
+        if self.errors or self.cluster is None:
+            raise DdpSlurmError("\n".join(self.errors))
+        return make_plan(self.cluster, self.options)
+
+
+def plan_request(request: Request) -> Plan:
+    """The plan of a request. Raises one DdpSlurmError with the errors of all files and options."""
+    return read_request(request).plan()
+
+
+def read_request(request: Request) -> Reading:
+    """Read the job's options and the cluster, and settle where the log is."""
+    reading = _read_options(request)
+    try:
+        reading.cluster = _cluster_of(request, reading.options)
+    except DdpSlurmError as error:
+        reading.errors.append(str(error))
+    # Without ``output`` the log of a run in the terminal is in its run folder.
+    has_a_log_path = request.backend in ("sbatch", "submitit") or "output" in reading.options.given
+    if has_a_log_path:
+        _settle_log_path(reading)
+    return reading
 
 
 def load_options(request: Request) -> JobOptions:
-    """job.yaml's keys under the command line's options. Raises OptionsError with all faults of both."""
-    faults = []
-    options, typed = JobOptions(), JobOptions()
-    try:
-        if request.job is not None:
-            options = validate(JobOptions.read, load_yaml(request.job, OptionsError), OptionsError)
-    except OptionsError as fault:
-        faults.append(str(fault))
-    try:
-        typed = JobOptions(
-            **{name.replace("_", "-"): value for name, value in request.options.items()}
-        )
-    except Invalid as invalid:
-        faults += [f"--{error_text(*fault)}" for fault in invalid.errors]
-    if faults:
-        raise OptionsError("\n".join(faults))
-    options = options.merged_with(typed)
-    options.check_together()
-    return options
+    """job.yaml's keys under the command line's options.
+
+    Raises OptionsError with all errors of both, and of options that cannot be combined.
+    """
+    reading = _read_options(request)
+    if reading.errors:
+        raise OptionsError("\n".join(reading.errors))
+    return reading.options
 
 
-def load_cluster(path: Path | None, *, local: bool, gpus: int | None) -> Cluster:
-    """The file that was named, else ./cluster.yaml, else the live Slurm; for local runs else this machine."""
+def load_cluster(path: Path | None, *, local: bool = False, gpus: int | None = None) -> Cluster:
+    """The file that was named, else ./cluster.yaml, else the live Slurm.
+
+    Args:
+        local: without a file, this machine in place of the live Slurm.
+        gpus: the number of ranks on a machine without GPUs.
+    """
     if path is not None or DEFAULT_CLUSTER.exists():
         return Cluster.load(path or DEFAULT_CLUSTER)
     if local:
@@ -65,30 +105,59 @@ def load_cluster(path: Path | None, *, local: bool, gpus: int | None) -> Cluster
     return discover()
 
 
-def plan_request(request: Request) -> Plan:
-    """The plan of a request. Raises one DdpSlurmError with the faults of the cluster's file and of the options."""
+def _cluster_of(request: Request, options: JobOptions) -> Cluster:
+    if request.backend == "torchrun" and request.cluster_file is None:
+        raise ClusterError(
+            "--backend torchrun needs a cluster.yaml with the machines, here or by --cluster FILE"
+        )
     local = request.backend == "local"
-    faults = []
-    options, cluster = None, None
-    try:
-        options = load_options(request)
-    except DdpSlurmError as fault:
-        faults.append(str(fault))
-    try:
-        cluster = load_cluster(request.cluster, local=local, gpus=options.gpus if options else None)
-    except DdpSlurmError as fault:
-        faults.append(str(fault))
-    if options is not None and _has_a_log_path(request, options):
-        name = options.name or (cluster.name if cluster else "")
-        try:
-            options = with_log_path(options, name)
-        except DdpSlurmError as fault:
-            faults.append(str(fault))
-    if options is None or cluster is None or faults:
-        raise DdpSlurmError("\n".join(faults))
-    return make_plan(cluster, options)
+    return load_cluster(request.cluster_file, local=local, gpus=options.gpus)
 
 
-def _has_a_log_path(request: Request, options: JobOptions) -> bool:
-    """Without ``output`` the log of a run in the terminal is in its run folder."""
-    return "output" in options.given or request.backend not in ("local", "torchrun")
+def _settle_log_path(reading: Reading) -> None:
+    cluster_name = reading.cluster.name if reading.cluster else ""
+    try:
+        reading.options = with_log_path(reading.options, reading.options.name or cluster_name)
+    except OptionsError as error:
+        reading.errors.append(str(error))
+
+
+def _read_options(request: Request) -> Reading:
+    file = _read_job_file(request.job)
+    typed = _read_typed(request.options)
+    options = file.options.merged_with(typed.options)
+    unread = (file.unread - typed.options.given) | typed.unread
+    errors = [*request.errors, *file.errors, *typed.errors]
+    errors += combination_errors(options, unread)
+    return Reading(None, options, unread, errors)
+
+
+def _read_job_file(path: Path | None) -> Reading:
+    if path is None:
+        return Reading()
+    try:
+        file = load_yaml(path, OptionsError)
+    except OptionsError as error:
+        return Reading(unread=frozenset(keys_of(JobOptions)), errors=[str(error)])
+    try:
+        return Reading(options=validate(JobOptions.read, file, OptionsError))
+    except OptionsError as error:
+        options, unread, _ = _readable(file.data if isinstance(file.data, dict) else {})
+        return Reading(None, options, unread, [str(error)])
+
+
+def _read_typed(options: Mapping[str, Any]) -> Reading:
+    values = {name.replace("_", "-"): value for name, value in options.items()}
+    read, unread, errors = _readable(values)
+    return Reading(None, read, unread, [f"--{error}" for error in errors])
+
+
+def _readable(values: Mapping[str, Any]) -> tuple[JobOptions, frozenset[str], list[str]]:
+    """The options of those values that can be read, the keys of the others, and their errors."""
+    try:
+        return JobOptions(**values), frozenset(), []
+    except Invalid as invalid:
+        unread = frozenset(str(path[0]).replace("-", "_") for path, _ in invalid.errors)
+        errors = [error_text(*error) for error in invalid.errors]
+    rest = {name: v for name, v in values.items() if name.replace("-", "_") not in unread}
+    return JobOptions(**rest), unread, errors

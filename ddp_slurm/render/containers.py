@@ -22,7 +22,7 @@ def apptainer_words(container: Container, mounts: Iterable[Mount]) -> list[str]:
     words += ["--nv"]  # without an NVIDIA driver it only prints a warning
     words += ["--bind", '"$PWD"']
     for mount in mounts:
-        words += ["--bind", shell_quote(mount.text)]
+        words += ["--bind", shell_quote(str(mount))]
     words += ["--pwd", '"$PWD"']
     words.append(shell_quote(container.image))
     return words
@@ -77,7 +77,7 @@ def pyxis_options(
 
     ``env_names`` are the variables whose values win over those of the image.
     """
-    more_mounts = "".join(f",{mount.text}" for mount in mounts)
+    more_mounts = "".join(f",{mount}" for mount in mounts)
     mounts_text = '"$PWD:$PWD"'
     if more_mounts:
         mounts_text += shell_quote(more_mounts)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ddp_slurm.job.options import SbatchOption
+from ddp_slurm.job.sbatch_option import SbatchOption
 from ddp_slurm.plan import Component, Plan
 from ddp_slurm.render.containers import apptainer_words, pyxis_options
 from ddp_slurm.render.quoting import directive, shell_quote
@@ -111,7 +111,12 @@ def _pyxis_options(plan: Plan, component: Component) -> list[str]:
     options = plan.options
     if options.container is None or options.container.engine != "pyxis":
         return []
-    names = {"PYTHONUNBUFFERED": "", **plan.step_env(), **options.env, **component.task_env}
+    names = {
+        "PYTHONUNBUFFERED": "",
+        **plan.job_env().to_environ(),
+        **options.env,
+        **component.task_env,
+    }
     return pyxis_options(options.container, options.mount, names)
 
 

@@ -104,7 +104,7 @@ def node_environ(plan: Plan, component: Component) -> dict[str, str]:
     return {
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
-        **plan.step_env(),
+        **plan.job_env().to_environ(),
         **plan.options.env,
         **own,
     }

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ddp_slurm import __version__
 from ddp_slurm.cluster import Cluster
 from ddp_slurm.cluster.write import cluster_yaml
@@ -28,9 +26,8 @@ from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.files import write_whole
 from ddp_slurm.job.log_path import RUNS_FOLDER, log_path, runs_folder, user_name
 from ddp_slurm.job.options import JobOptions
+from ddp_slurm.job.write import job_yaml
 from ddp_slurm.plan import Plan
-from ddp_slurm.schema.fields import memory_text
-from ddp_slurm.schema.schema import keys_of
 from ddp_slurm.slurm_client.states import JobState
 
 RECORD = "run.json"
@@ -240,40 +237,11 @@ def _set_older_run_aside(folder: Path, submitted_at: float) -> None:
 
 def _self_contained(options: JobOptions, folder: Path) -> JobOptions:
     """The options with a copy of the file of speeds, which may be another one next month."""
-    if options.balance in ("equal", "measured"):
+    if options.balance.file is None:
         return options
     copy = folder / "speeds.yaml"
-    shutil.copyfile(Path(options.balance).expanduser(), copy)
-    return options.replaced(balance=str(copy))
-
-
-def job_yaml(options: JobOptions) -> str:
-    """The options as a job.yaml that gives the same ones again."""
-    values: dict[str, Any] = {}
-    for name, key in keys_of(JobOptions).items():
-        if (value := getattr(options, name)) != key.default:
-            values[name.replace("_", "-")] = _job_value(name, value)
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1_000_000)
-
-
-def _job_value(name: str, value: Any) -> Any:
-    if name == "memory":
-        return memory_text(value)
-    if name == "sbatch":
-        return [_sbatch_text(item.component, item.key, item.value) for item in value]
-    if name == "mount":
-        return [item.text for item in value]
-    if name == "container":
-        return f"{value.engine}:{value.image}"
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _sbatch_text(component: int | None, key: str, value: str | None) -> str:
-    return (
-        ("" if component is None else f"{component}:")
-        + key
-        + ("" if value is None else f"={value}")
-    )
+    shutil.copyfile(options.balance.file, copy)
+    return options.replaced(balance=options.balance.with_file(copy))
 
 
 def _cluster_yaml(plan: Plan) -> str:
@@ -314,7 +282,7 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
             for c in plan.components
         ],
         "ranks": [{name: getattr(rank, name) for name in rank.__slots__} for rank in plan.ranks()],
-        "step_env": plan.step_env(),
+        "step_env": plan.job_env().to_environ(),
         "launcher": plan.options.launcher,
     }
 

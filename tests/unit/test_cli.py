@@ -57,7 +57,7 @@ STREAMS = {
     "no current folder": (
         "mkdir x; cd x; rmdir ../x; ddp submit --backend sbatch --dry-run --cluster $OLDPWD/cluster.yaml x",
         2,
-        "error: the current folder is gone; go to one that is there\n",
+        "error: the current folder does not exist any more; go to another one\n",
     ),
     "not UTF-8": (
         "ddp submit --script s.sh caf$'\\xe9'.py",

@@ -97,7 +97,7 @@ def test_a_ranks_whole_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert 0 < int(last.pop("MASTER_PORT")) < 65536
     assert last == {
         **kept,
-        **plan.step_env(),
+        **plan.job_env().to_environ(),
         "PYTHONUNBUFFERED": "1",
         "A": "b c",
         "X": "node",

@@ -20,6 +20,7 @@ import pytest
 from ddp_slurm.cluster import Cluster
 from ddp_slurm.job.log_path import RUNS_FOLDER, log_path, runs_folder
 from ddp_slurm.job.options import JobOptions
+from ddp_slurm.job.write import job_yaml
 from ddp_slurm.plan import Plan, make_plan
 from ddp_slurm.plan.request import Request, load_options
 from ddp_slurm.render import render_sbatch
@@ -27,7 +28,6 @@ from ddp_slurm.runs.run_folder import (
     Run,
     RunError,
     find_run,
-    job_yaml,
     keep_run,
     load_run,
     make_runs_folder,
@@ -280,7 +280,7 @@ def test_the_plan_for_programs(tmp_path: Path) -> None:
                 (3, "n2", 1, 1, 2),
             ]
         ],
-        "step_env": plan.step_env(),
+        "step_env": plan.job_env().to_environ(),
         "launcher": "torchrun",
     }
 

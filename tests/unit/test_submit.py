@@ -96,10 +96,10 @@ def test_script_writes_over_nothing_of_the_users(
     (tmp_path / "train.py").write_text("import torch\n")
     os.mkfifo(tmp_path / "pipe")
     for name, words in (
-        ("train.py", "--script train.py: the file is there and not made by ddp-slurm"),
+        ("train.py", "--script train.py: already exists and was not made by ddp-slurm"),
         ("pipe", "pipe: cannot be written: it is not a regular file"),
-        ("-", "--script - names no file; --dry-run prints the script"),
-        ("/dev/stdout", "--script /dev/stdout names no file"),
+        ("-", "--script - is not a file; --dry-run prints the script"),
+        ("/dev/stdout", "--script /dev/stdout is not a file"),
     ):
         done = submit("--script", name, "--", "train.py")
         assert (done.returncode, done.stdout) == (2, "")
@@ -119,7 +119,7 @@ def test_script_with_dry_run_is_printed_and_not_followed(
     assert not {"s.sh", "new"} & {path.name for path in tmp_path.iterdir()}
     done = submit("--script", "s.sh", "--follow", "--", "train.py")
     assert done.returncode == 2
-    assert "--script submits nothing that --follow could wait for" in done.stderr
+    assert "--script submits nothing; it cannot be combined with --follow" in done.stderr
 
 
 def test_job_file_is_under_the_command_line(uneven: Path, submit: Command, tmp_path: Path) -> None:
@@ -305,15 +305,11 @@ BAD = {
     "nodes": (["--nodes", "gamma,delta"], "--nodes: 'delta' is not a node"),
     "two environments": (
         ["--python", "p", "--venv", "v"],
-        "--python and --venv cannot be given together",
-    ),
-    "balance without a batch": (
-        ["--balance", "speeds.yaml"],
-        "--balance speeds.yaml needs --global-batch-size",
+        "--python and --venv cannot be combined: each names the interpreter",
     ),
     "balance misspelt": (
         ["--balance", "eqal"],
-        "--balance: 'eqal' is no file; did you mean 'equal'?",
+        "--balance: the file 'eqal' does not exist; did you mean 'equal'?",
     ),
     "speeds in nobody's home": (
         ["--balance", "~nobody-here/x", "--global-batch-size", "8"],
@@ -329,7 +325,7 @@ BAD = {
     ),
     "signal before the start": (
         ["--signal-seconds", "120", "--time", "2:00"],
-        "--signal-seconds 120: the signal would come before the job has begun; --time 2:00 is 120 seconds",
+        "--signal-seconds 120: the signal would come before the job begins; --time 2:00 is 120 seconds",
     ),
     "signal without a time": (["--signal-seconds", "60"], "--signal-seconds needs --time"),
     "no such option": (["--mem", "3G"], "no such option: --mem; did you mean '--memory'?"),
@@ -349,20 +345,47 @@ def test_bad_input_is_a_message_and_status_2(case: str, uneven: Path, submit: Co
     assert "Traceback" not in done.stderr
 
 
-def test_faults_of_the_file_and_of_the_options_come_together(
+def test_errors_of_all_sources_are_one_report(
     uneven: Path, submit: Command, tmp_path: Path
 ) -> None:
     (tmp_path / "bad.yaml").write_text("nodes:\n  - {name: a, gpus: 1, cpsu: 3}\n")
-    (tmp_path / "job.yaml").write_text("tiem: 10\nmemory: 3\n")
-    done = submit("--cluster", "bad.yaml", "--job", "job.yaml", "--time", "12h", "--", "x")
-    assert done.returncode == 2
+    (tmp_path / "job.yaml").write_text("tiem: 10\nmemory: 3\nbalance: speeds.yaml\n")
+    (tmp_path / "speeds.yaml").write_text("titan: {beta: 1}\nv100: {beta: -1}\n")
+    typed = "--cluster bad.yaml --job job.yaml --time 12h --mem=3G --python p --venv v"
+    done = submit(*typed.split(), "--output", "$NOT_SET/x", "--setup", 'cd "foo')
+    assert (done.returncode, done.stdout) == (2, "")
     for words in (
-        "bad.yaml:2: nodes[0].cpsu",
+        "no such option: --mem; did you mean '--memory'?",
         "job.yaml:1: tiem: unknown key; did you mean 'time'?",
         "job.yaml:2: memory",
-        "12h",
+        "job.yaml:3: balance: speeds.yaml:2: v100.beta: '-1'",
+        "--time: '12h'",
+        "--python and --venv cannot be combined",
+        "bad.yaml:2: nodes[0].cpsu",
+        "--output: '$NOT_SET/x': the variable $NOT_SET is not set here",
+        "no command: put what every rank runs after --",
+        "--setup: bash cannot read these lines",
     ):
         assert words in done.stderr
+    lines = done.stderr.splitlines()
+    assert [line for line in lines if not line.startswith("error: ")] == [
+        "no sbatch on PATH: the ranks run on this machine (--backend local)"
+    ]
+
+
+def test_rules_over_unreadable_options_are_not_checked(uneven: Path, submit: Command) -> None:
+    done = submit("--time", "12h", "--signal-seconds", "60", "--balance", "no.yaml", "--", "x")
+    assert done.returncode == 2
+    assert "--time: '12h'" in done.stderr
+    assert "--balance: no.yaml: no such file" in done.stderr
+    assert "needs" not in done.stderr
+
+
+def test_speeds_need_a_global_batch(uneven: Path, submit: Command, tmp_path: Path) -> None:
+    (tmp_path / "speeds.yaml").write_text("titan: {beta: 1}\n")
+    done = submit("--balance", "speeds.yaml", "--", "x")
+    assert done.returncode == 2
+    assert "--balance speeds.yaml needs --global-batch-size" in done.stderr
 
 
 def test_no_command_and_no_slurm(uneven: Path, submit: Command) -> None:

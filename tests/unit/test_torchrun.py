@@ -16,6 +16,7 @@ import pytest
 from ddp_slurm.backends import torchrun as backend
 from ddp_slurm.cluster import Cluster, GpuModel, Node, Ssh
 from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.job.checks import check_together
 from ddp_slurm.job.options import JobOptions, OptionsError
 from ddp_slurm.plan import Plan, make_plan
 from ddp_slurm.render import RenderError, render_sbatch
@@ -403,7 +404,7 @@ def segments(plan: Plan, stubs: Stubs, folder: Path) -> list[list[str]]:
 def test_pyxis_and_apptainer_get_options_and_command(stubs: Stubs, tmp_path: Path) -> None:
     common = {"command": ["python", "t.py", *WORDS], "env": ENV, "mount": ["/da ta:/mnt:ro"]}
     plan = plan_of(container="pyxis:nv#torch", **common)
-    step = {"PYTHONUNBUFFERED", *plan.step_env(), *VALUES}
+    step = {"PYTHONUNBUFFERED", *plan.job_env().to_environ(), *VALUES}
     own = [("NCCL_SOCKET_IFNAME==eno1", "GLOO_SOCKET_IFNAME=eno1"), ("NODE=be ta",)]
     for segment, variables in zip(segments(plan, stubs, tmp_path), own, strict=True):
         start = segment.index("--container-image=nv#torch")
@@ -520,7 +521,7 @@ def test_options_refused_at_load(options: dict[str, object], words: str) -> None
 )
 def test_options_that_cannot_be_combined(options: dict[str, object], words: str) -> None:
     with pytest.raises(OptionsError, match=words):
-        JobOptions.read(options).check_together()
+        check_together(JobOptions.read(options))
 
 
 def test_container_engine_must_fit_the_backend() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from ddp_slurm.backends import sbatch
 from ddp_slurm.backends.submitit.rank import NAME, utils
 from ddp_slurm.cluster import Cluster
-from ddp_slurm.job.log_path import RUNS_FOLDER
+from ddp_slurm.job.log_path import RUNS_FOLDER, log_path
 from ddp_slurm.job.options import JobOptions, OptionsError
 from ddp_slurm.plan import Plan, make_plan
 from ddp_slurm.plan.request import DEFAULT_CLUSTER, Request, load_cluster, load_options
@@ -137,15 +137,16 @@ def submit(
     if cluster_file is None and not isinstance(cluster, Cluster):
         path = Path(cluster) if cluster else DEFAULT_CLUSTER
         cluster_file = path if path.exists() else None
+    logged = plan.options.replaced(output=_output(plan.options, folder))
     keep_run(
-        plan.with_output(_output(plan.options, folder)),
+        plan,
         runs=runs,
         job_id=job_id,
         backend="submitit",
         script=script,
         cluster_file=cluster_file,
         submitted_at=now,
-        options=plan.options,
+        log=log_path(logged, plan.name, job_id),
     )
     return job_id
 

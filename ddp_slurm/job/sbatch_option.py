@@ -1,0 +1,76 @@
+"""``--sbatch KEY=VALUE``: any sbatch option that the plan does not decide itself."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from ddp_slurm.schema import fields
+
+KEYS_OF_THE_PLAN = {
+    "account": "use --account",
+    "array": "Slurm refuses arrays of heterogeneous jobs; submit the jobs one by one",
+    "chdir": "submit in that folder: the ranks start there, and the log and the run folder are in it",
+    "clusters": "status, logs and cancel ask this cluster; submit on a login node of the other one",
+    "cpus-per-task": "use --cpus-per-task",
+    "distribution": "the shares are planned for ranks in the order of the nodes",
+    "error": "both streams of all ranks go to the log of --output, which status and logs read",
+    "export": "the ranks would not get the script's variables; use --env for yours",
+    "gpus": "use --gpus N for a part of the cluster",
+    "gpus-per-node": "the plan sets gres for each component",
+    "gpus-per-task": "it would hide the other GPUs of the node from each rank; the plan sets gres",
+    "gres": "the plan sets it for each component, from the nodes' gpus",
+    "hetjob": "the plan makes the components",
+    "job-name": "use --name",
+    "mem": "use --memory",
+    "mem-per-cpu": "use --memory",
+    "mem-per-gpu": "use --memory",
+    "no-requeue": "use --max-restarts",
+    "nodefile": "use --nodes LIST for a part of the cluster",
+    "nodelist": "use --nodes LIST for a part of the cluster",
+    "nodes": "use --nodes LIST for a part of the cluster",
+    "ntasks": "the plan sets it for each component",
+    "ntasks-per-gpu": "the plan sets the tasks of each component",
+    "ntasks-per-node": "the plan sets it for each component",
+    "output": "use --output",
+    "partition": "use --partition",
+    "qos": "use --qos",
+    "requeue": "use --max-restarts",
+    "signal": "use --signal-seconds",
+    "test-only": "nothing would be submitted; use --script FILE, then: sbatch --test-only FILE",
+    "time": "use --time",
+    "wait": "use --follow",
+    "wrap": "put the command after --",
+}
+"""sbatch's options that --sbatch refuses, each with the reason or the option to use."""
+
+FORM = re.compile(r"(?:([0-9]{1,3}):)?(?:--)?([a-z][a-z0-9-]*)(?:=(.*))?")
+
+
+@dataclass(frozen=True)
+class SbatchOption:
+    """An sbatch option for one component, or for all where ``component`` is None."""
+
+    component: int | None
+    key: str
+    value: str | None
+
+    @classmethod
+    def read(cls, value: Any) -> "SbatchOption":
+        """Raises ValueError."""
+        if isinstance(value, cls):
+            return value
+        match = FORM.fullmatch(fields.plain_text(value))
+        if not match:
+            raise ValueError(
+                f"{value!r} is not KEY=VALUE or COMPONENT:KEY=VALUE, such as 'reservation=lab' "
+                "or '1:mincpus=4'"
+            )
+        component, key, text = match.groups()
+        if key in KEYS_OF_THE_PLAN:
+            raise ValueError(f"{key!r} cannot be set here: {KEYS_OF_THE_PLAN[key]}")
+        return cls(component=None if component is None else int(component), key=key, value=text)
+
+    def __str__(self) -> str:
+        component = "" if self.component is None else f"{self.component}:"
+        value = "" if self.value is None else f"={self.value}"
+        return f"{component}{self.key}{value}"

@@ -1,0 +1,148 @@
+"""From a cluster and a job's options to a plan. Pure: opens no file and asks nothing."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import groupby
+from typing import NamedTuple
+
+from ddp_slurm.cluster.machines import Cluster, GpuModel, Node
+from ddp_slurm.errors import did_you_mean
+from ddp_slurm.job.options import JobOptions
+from ddp_slurm.plan.plan import Component, Plan, PlanError
+from ddp_slurm.plan.shares import planned_shares
+
+
+class UsedNode(NamedTuple):
+    """A node of the job, and the number of its GPUs that the job uses."""
+
+    node: Node
+    gpu_count: int
+
+
+def make_plan(cluster: Cluster, options: JobOptions) -> Plan:
+    """Decide who runs where.
+
+    Components come in the order of their first node in the file (or in ``options.nodes``), the
+    nodes of one in Slurm's order of names; the first of all is the host of rank 0. Raises PlanError
+    where the options ask for nodes, GPUs or speeds that do not exist.
+    """
+    components = _components(_used_nodes(cluster, options), options)
+    by_name = {node.name: node for node in cluster.nodes}
+    return Plan(
+        cluster_name=cluster.name,
+        components=components,
+        options=options,
+        shares=planned_shares(components, options),
+        machines=tuple(by_name[name] for component in components for name in component.nodes),
+    )
+
+
+def _used_nodes(cluster: Cluster, options: JobOptions) -> Iterator[UsedNode]:
+    nodes = _chosen_nodes(cluster, options)
+    available = sum(node.gpu_count for node in nodes)
+    if not available:
+        raise PlanError(f"--nodes: {_described(nodes)} have no GPU; choose others")
+    wanted = options.gpus or available
+    if wanted > available:
+        raise PlanError(f"--gpus: {wanted} asked for, but {_described(nodes)} have {available}")
+    for node in nodes:
+        count = min(node.gpu_count, wanted)
+        if count:
+            wanted -= count
+            yield UsedNode(node, count)
+
+
+def _chosen_nodes(cluster: Cluster, options: JobOptions) -> tuple[Node, ...]:
+    if options.nodes is None:
+        return cluster.nodes
+    by_name = {node.name: node for node in cluster.nodes}
+    unknown = [name for name in options.nodes if name not in by_name]
+    if unknown:
+        raise PlanError(
+            "\n".join(
+                f"--nodes: {name!r} is not a node of cluster {cluster.name!r}"
+                f"{did_you_mean(name, list(by_name))}"
+                for name in unknown
+            )
+        )
+    return tuple(by_name[name] for name in dict.fromkeys(options.nodes))
+
+
+def _described(nodes: tuple[Node, ...]) -> str:
+    names = ", ".join(node.name for node in nodes[:5])
+    more = f" and {len(nodes) - 5} more" if len(nodes) > 5 else ""
+    return f"the nodes {names}{more}"
+
+
+def _components(used: Iterable[UsedNode], options: JobOptions) -> tuple[Component, ...]:
+    names: dict[Component, list[str]] = {}
+    # A shape is made once for neighbours that are alike: a large cluster has thousands of nodes.
+    for _, group in groupby(used, key=_what_shapes):
+        alike = list(group)
+        shape = _shape(alike[0].node, alike[0].gpu_count, options)
+        names.setdefault(shape, []).extend(one.node.name for one in alike)
+    return tuple(
+        replace(shape, nodes=tuple(sorted(nodes, key=slurm_order)))
+        for shape, nodes in names.items()
+    )
+
+
+def _what_shapes(used: UsedNode) -> tuple[object, ...]:
+    """Everything about a node that ``_shape`` reads."""
+    node = used.node
+    return (
+        used.gpu_count,
+        node.gpus,
+        node.cpus,
+        node.memory_mb,
+        node.partition,
+        node.constraint,
+        node.interface,
+        node.env,
+    )
+
+
+def _shape(node: Node, count: int, options: JobOptions) -> Component:
+    """The component, still without nodes, of a node of which ``count`` GPUs are used."""
+    one_rank_a_node = options.ranks == "node"
+    return Component(
+        nodes=(),
+        gpus=_first_gpus(node.gpus, count),
+        cpus_per_task=options.cpus_per_task or _cpus_per_task(node, count, one_rank_a_node),
+        memory_mb=options.memory or _memory_mb(node, count),
+        partition=options.partition or node.partition,
+        constraint=node.constraint,
+        interface=node.interface,
+        env=node.env,
+        one_rank_a_node=one_rank_a_node,
+    )
+
+
+def _first_gpus(models: tuple[GpuModel, ...], count: int) -> tuple[GpuModel, ...]:
+    used = []
+    for model in models:
+        take = min(model.count, count)
+        if take:
+            used.append(GpuModel(type=model.type, count=take))
+        count -= take
+    return tuple(used)
+
+
+def _cpus_per_task(node: Node, count: int, one_rank_a_node: bool) -> int:
+    """Always given: srun's default is one core, and since 22.05 it does not inherit the job's."""
+    gpus_of_a_rank = count if one_rank_a_node else 1
+    return max(1, (node.cpus or 1) * gpus_of_a_rank // node.gpu_count)
+
+
+def _memory_mb(node: Node, count: int) -> int | None:
+    """The part of the node's memory that goes with ``count`` of its GPUs."""
+    if node.memory_mb is None:
+        return None
+    return node.memory_mb * count // node.gpu_count
+
+
+def slurm_order(name: str) -> tuple[str, int, str]:
+    """Slurm's order of host names: by the text before the last number, then by that number."""
+    prefix = name.rstrip("0123456789")
+    digits = name[len(prefix) :]
+    return prefix, int(digits or -1), digits

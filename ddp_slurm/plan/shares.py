@@ -1,0 +1,50 @@
+"""The samples of each global batch that a plan gives its ranks."""
+
+from collections.abc import Sequence
+
+from ddp_slurm.balance import apportion, equal_shares, split_batch
+from ddp_slurm.job.balance_option import Speed
+from ddp_slurm.job.options import JobOptions
+from ddp_slurm.plan.plan import Component, PlanError, PlannedRank, ranks_of
+
+
+def planned_shares(components: Sequence[Component], options: JobOptions) -> tuple[int, ...] | None:
+    """Samples per rank; None without a global batch, and where the ranks measure their speed.
+
+    Raises PlanError for a file of speeds that does not fit the components.
+    """
+    batch = options.global_batch_size
+    if batch is None or options.balance.kind == "measured":
+        return None
+    if options.balance.kind == "planned":
+        return tuple(_by_speed(batch, components, options))
+    if options.ranks == "node":
+        return tuple(apportion(batch, [c.gpus_per_node for c in components for _ in c.nodes]))
+    return tuple(equal_shares(batch, sum(component.tasks for component in components)))
+
+
+def _by_speed(batch: int, components: Sequence[Component], options: JobOptions) -> list[int]:
+    costs: list[tuple[float, float]] = []
+    limits: list[int] = []
+    for rank in ranks_of(components):
+        speed = _speed(rank, options)
+        gpus = components[rank.component].gpus_per_node if options.ranks == "node" else 1
+        costs.append((speed.alpha, speed.beta / gpus))
+        limits.append(batch if speed.max_batch is None else speed.max_batch * gpus)
+    if sum(limits) < batch:
+        raise PlanError(
+            f"{options.balance}: the max_batch of all ranks add up to {sum(limits)}, less than the "
+            f"global batch of {batch}"
+        )
+    return split_batch(batch, costs, limits)
+
+
+def _speed(rank: PlannedRank, options: JobOptions) -> Speed:
+    speeds = options.balance.speeds or {}
+    speed = speeds.get(rank.node) or speeds.get(rank.gpu_type or "")
+    if speed is None:
+        raise PlanError(
+            f"{options.balance}: neither node {rank.node!r} nor its GPU type {rank.gpu_type!r} is "
+            "in the file; give one"
+        )
+    return speed
