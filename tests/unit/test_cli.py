@@ -34,10 +34,10 @@ def cli(*words: str) -> "subprocess.CompletedProcess[str]":
         ("logs 48 --rank=-1", "argument --rank: '-1' is not a whole number, such as 4"),
         ("doctor --via rsh", "argument --via: invalid choice: 'rsh'"),
         ("cluster configs --outptu x", "no such option: --outptu; did you mean '--output'?"),
-        ("lab exec alpha", "no command: what is to run on alpha?"),
+        ("lab exec alpha", "no command; write it after alpha"),
         (
             "lab exec alpha --name x ls",
-            "'--name' stands where the command begins; options of lab exec stand before alpha",
+            "expected a command after alpha, got the option '--name'; options of lab exec are written before alpha",
         ),
     ],
 )
