@@ -12,7 +12,8 @@ from ipaddress import IPv4Address
 
 from ddp_slurm.admin.gpus import Gpu, parse_gpus
 from ddp_slurm.cluster import Node
-from ddp_slurm.ssh.remote import RemoteError, Runner, run, run_script
+from ddp_slurm.ssh.command import RemoteError
+from ddp_slurm.ssh.run import Runner, run, run_script
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +191,9 @@ def gather(
     )
     elapsed = time.time() - before
     try:
-        facts = parse_facts(result.stdout)
+        facts = parse_facts(result.out)
     except RemoteError as fault:
-        said = result.stderr.strip().splitlines()
+        said = result.err.strip().splitlines()
         raise RemoteError(
             f"{node.name}: {fault}{'; it said ' + said[-1] if said else ''}"
         ) from None

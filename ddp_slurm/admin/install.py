@@ -15,9 +15,11 @@ from ipaddress import ip_address
 
 from ddp_slurm.admin.configs import render_configs
 from ddp_slurm.admin.slurm_releases import DEFAULT_RELEASE, slurm_release
+from ddp_slurm.ask import Answer
 from ddp_slurm.cluster import Cluster, Node
 from ddp_slurm.errors import DdpSlurmError, did_you_mean
-from ddp_slurm.ssh.remote import RemoteError, Result, Runner, on_all, run, run_script
+from ddp_slurm.ssh.command import RemoteError
+from ddp_slurm.ssh.run import Runner, on_all, run, run_script
 
 MUNGE_KEY_BYTES = 1024
 HEALTH_CHECK = "/usr/local/sbin/gpu_check.sh"
@@ -159,33 +161,31 @@ def _look(
     Returns what they told, and the cause for each one that did not answer. Raises InstallError for a ``needed`` one.
     """
 
-    def ask(node: Node) -> Result:
+    def ask(node: Node) -> Answer:
         is_controller = node.name == cluster.controller_name
         return _run_shell(
             node, "before", {**settings, "ASK_KEY": "yes" if is_controller else "no"}, "", runner
         )
 
     answers = on_all(cluster.nodes, ask)
-    results = {name: answer for name, answer in answers.items() if isinstance(answer, Result)}
+    results = {name: answer for name, answer in answers.items() if isinstance(answer, Answer)}
     absent = {
         name: str(answer) for name, answer in answers.items() if isinstance(answer, RemoteError)
     }
     absent |= {
-        name: f"{name}: {_last_words(r.stderr)}" for name, r in results.items() if r.returncode != 0
+        name: f"{name}: {_last_words(r.err)}" for name, r in results.items() if r.status != 0
     }
     faults = [cause for name, cause in absent.items() if name in needed]
     if faults:
         raise InstallError("\n".join(faults))
-    return {
-        name: _told_before(r.stdout) for name, r in results.items() if name not in absent
-    }, absent
+    return {name: _told_before(r.out) for name, r in results.items() if name not in absent}, absent
 
 
-def _told_before(stdout: str) -> _Before:
+def _told_before(out: str) -> _Before:
     """A login banner may have lines of any kind."""
     pairs = (
         line.removeprefix("fact ").partition(" ")
-        for line in stdout.splitlines()
+        for line in out.splitlines()
         if line.startswith("fact ")
     )
     known = {entry.name for entry in fields(_Before)}
@@ -327,26 +327,26 @@ def _run_step(
     return [_outcome(step, name, answer) for name, answer in answers.items()]
 
 
-def _outcome(step: Step, node: str, answer: Result | RemoteError) -> Outcome:
+def _outcome(step: Step, node: str, answer: Answer | RemoteError) -> Outcome:
     if isinstance(answer, RemoteError):
         return Outcome(step.name, node, "failed", (str(answer),))
     # once, though a step looks before and after
     reasons = tuple(
-        dict.fromkeys(line[4:] for line in answer.stdout.splitlines() if line.startswith("say "))
+        dict.fromkeys(line[4:] for line in answer.out.splitlines() if line.startswith("say "))
     )
     result = next(
-        (line[7:] for line in answer.stdout.splitlines() if line.startswith("result ")), None
+        (line[7:] for line in answer.out.splitlines() if line.startswith("result ")), None
     )
-    if answer.returncode != 0 or result is None:
+    if answer.status != 0 or result is None:
         return Outcome(
-            step.name, node, "failed", tuple(dict.fromkeys((*reasons, _last_words(answer.stderr))))
+            step.name, node, "failed", tuple(dict.fromkeys((*reasons, _last_words(answer.err))))
         )
     return Outcome(step.name, node, result, reasons)
 
 
 def _run_shell(
     node: Node, name: str, settings: Mapping[str, str], call: str, runner: Runner
-) -> Result:
+) -> Answer:
     result = run_script(
         node,
         step_script(name, {"NODE": node.name, **settings}, call),
@@ -355,7 +355,7 @@ def _run_shell(
         timeout_seconds=STEP_TIMEOUT_SECONDS,
         runner=runner,
     )
-    if result.returncode == LOCK_HELD:  # flock itself says nothing
+    if result.status == LOCK_HELD:  # flock itself says nothing
         raise RemoteError(
             f"{node.name}: another installer has been at work there for 15 minutes ({LOCK[-1]})"
         )

@@ -19,7 +19,8 @@ from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.files import write_whole
 from ddp_slurm.hostlist import expand_hostlist
 from ddp_slurm.schema.yaml_file import load_yaml, validate
-from ddp_slurm.ssh.remote import RemoteError, Runner, on_all, run
+from ddp_slurm.ssh.command import RemoteError
+from ddp_slurm.ssh.run import Runner, on_all, run
 
 NVIDIA_VENDOR = "0x10de"
 """PCI's number of the maker."""

@@ -16,7 +16,9 @@ from ddp_slurm.cluster import Cluster, Node
 from ddp_slurm.console import say
 from ddp_slurm.plan import Plan, make_plan
 from ddp_slurm.render.torchrun import NodeCommand, network_commands, render_torchrun
-from ddp_slurm.ssh import remote
+from ddp_slurm.ssh.command import destination, is_local, ssh_argv
+from ddp_slurm.ssh.run import on_all
+from ddp_slurm.ssh.run import run as run_on_node
 
 SILENCE_SECONDS = 12 * HEARTBEAT_SECONDS
 """This process may be stopped, or the network be away, for this long before the nodes give up."""
@@ -27,7 +29,7 @@ def describe(plan: Plan) -> str:
     """The line to paste on each machine, for ``--dry-run``."""
     lines = [f"# once, for the containers' network, {line}\n" for line in network_commands(plan)]
     for node, command in zip(plan.machines, _commands(plan, attempt=0), strict=True):
-        lines.append(f"# on {node.name} ({remote.destination(node)}):\n{command.line}\n")
+        lines.append(f"# on {node.name} ({destination(node)}):\n{command.line}\n")
     return "".join(lines)
 
 
@@ -92,9 +94,9 @@ def _processes(plan: Plan, attempt: int) -> list[Process]:
 
 
 def _argv(node: Node) -> list[str]:
-    if remote.is_local(node):
+    if is_local(node):
         return holder_argv()
-    program, *arguments = remote.ssh_argv(node, shlex.join(holder_argv()))
+    program, *arguments = ssh_argv(node, shlex.join(holder_argv()))
     # A dead node is found within seconds. ssh uses the first value that it is given.
     alive = ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
     return [program, *alive, *arguments]
@@ -102,7 +104,7 @@ def _argv(node: Node) -> list[str]:
 
 def _plan_of_remaining_nodes(plan: Plan) -> Plan | None:
     """The plan for the nodes that still respond, or None where they have no GPU."""
-    answers = remote.on_all(plan.machines, _probe)
+    answers = on_all(plan.machines, _probe)
     remaining = []
     for node in plan.machines:
         error = answers[node.name]
@@ -122,4 +124,4 @@ def _plan_of_remaining_nodes(plan: Plan) -> Plan | None:
 
 def _probe(node: Node) -> None:
     """Raises RemoteError where the node does not respond."""
-    remote.run(node, ["true"], timeout_seconds=PROBE_SECONDS)
+    run_on_node(node, ["true"], timeout_seconds=PROBE_SECONDS)

@@ -1,13 +1,13 @@
 """The path of a job's log, and of the folder of run folders beside it."""
 
 import os
-import pwd
 import re
 from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
 
 from ddp_slurm.job.options import JobOptions, OptionsError
+from ddp_slurm.user import user_name
 
 RUNS_FOLDER = "ddp_slurm_runs"
 
@@ -87,14 +87,3 @@ def runs_folder(output: str) -> Path:
 
 def _has_no_pattern(part: str) -> bool:
     return "%" not in part.replace("%%", "")
-
-
-def user_name() -> str:
-    """The name of this process's uid, as Slurm sees it.
-
-    $USER and $LOGNAME are another user's after a plain ``su``.
-    """
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:  # a bare uid, as in some containers
-        return str(os.geteuid())

@@ -24,11 +24,12 @@ from ddp_slurm.cluster.write import cluster_yaml
 from ddp_slurm.console import say
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.files import write_whole
-from ddp_slurm.job.log_path import RUNS_FOLDER, log_path, runs_folder, user_name
+from ddp_slurm.job.log_path import RUNS_FOLDER, log_path, runs_folder
 from ddp_slurm.job.options import JobOptions
 from ddp_slurm.job.write import job_yaml
 from ddp_slurm.plan import Plan
 from ddp_slurm.slurm_client.states import JobState
+from ddp_slurm.user import user_name
 
 RECORD = "run.json"
 EXIT_MARKER = "exit"

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ddp_slurm.admin.probe import probe
+from ddp_slurm.ask import Answer
 from ddp_slurm.cluster import Cluster, Node, discover
 from ddp_slurm.lab import Lab
-from ddp_slurm.ssh.remote import Result
 
 CLUSTER = """\
 name: trio
@@ -125,9 +125,9 @@ def test_probe_the_generator_and_discover_agree(
 
     def on_machine(
         node: Node, argv: list[str], *, input: bytes | None = None, timeout_seconds: float = 60
-    ) -> Result:
+    ) -> Answer:
         done = machines.exec(node.name, argv, input=input or b"", capture_output=True, env=environ)
-        return Result(done.returncode, done.stdout.decode(), done.stderr.decode())
+        return Answer(done.returncode, done.stdout.decode(), done.stderr.decode())
 
     file = tmp_path / "cluster.yaml"
     probe(["gamma", "alpha"], None, str(file), yes=True, runner=on_machine)

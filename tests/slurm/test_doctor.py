@@ -19,9 +19,10 @@ import pytest
 
 from ddp_slurm.admin.doctor import Finding, Severity, diagnose, look
 from ddp_slurm.admin.doctor.ask import run_by_srun
+from ddp_slurm.ask import Answer
 from ddp_slurm.cluster import Cluster, GpuModel, Node
 from ddp_slurm.lab import Lab
-from ddp_slurm.ssh.remote import RemoteError, Result
+from ddp_slurm.ssh.command import RemoteError
 
 CLUSTER = """\
 name: lab
@@ -64,7 +65,7 @@ class Patient:
         *,
         input: bytes | None = None,
         timeout_seconds: float = 60,
-    ) -> Result:
+    ) -> Answer:
         before = [
             "env",
             f"PATH={self.tools}:{os.environ['PATH']}:/usr/sbin",
@@ -73,7 +74,7 @@ class Patient:
         done = self.lab.exec(
             node.name, [*before, *argv], input=input, capture_output=True, timeout=timeout_seconds
         )
-        return Result(done.returncode, done.stdout.decode(), done.stderr.decode())
+        return Answer(done.returncode, done.stdout.decode(), done.stderr.decode())
 
     def findings(self) -> list[Finding]:
         seen = look(self.cluster, python=str(self.tools / "python"), runner=self.run)
@@ -292,7 +293,7 @@ def test_srun_reaches_the_nodes_too(patient: Patient, monkeypatch: pytest.Monkey
     monkeypatch.setenv("SLURM_CONF", str(patient.lab.slurm_conf))
     line = 'echo "$(uname -n) GPUs $CUDA_VISIBLE_DEVICES $(cat)"; exit 3'
     done = run_by_srun(patient.cluster.nodes[1], ["sh", "-c", line], input=b"a b")
-    assert (done.returncode, done.stdout) == (3, "beta GPUs 0,1 a b\n")
+    assert (done.status, done.out) == (3, "beta GPUs 0,1 a b\n")
     more = patient.cluster.nodes[1]._replace(gpus=(GpuModel(count=9),))
     with pytest.raises(
         RemoteError, match=r"beta: srun: error: Unable to allocate .* \(asked for gpu:9\)"

@@ -13,8 +13,9 @@ from ddp_slurm.admin.doctor import ask as asking
 from ddp_slurm.admin.doctor.checks_training import is_served
 from ddp_slurm.admin.doctor.snapshot import gpus_of_gres, parse_slurm_nodes
 from ddp_slurm.admin.facts import Block, Facts
+from ddp_slurm.ask import Answer
 from ddp_slurm.cluster import Cluster, GpuModel, Node
-from ddp_slurm.ssh.remote import RemoteError, Result
+from ddp_slurm.ssh.command import RemoteError
 
 NODES = (
     Node(
@@ -629,7 +630,7 @@ def test_the_credential_comes_from_the_first_node_that_can_make_one() -> None:
 
     def runner(
         node: Node, argv: object, *, input: bytes | None = None, timeout_seconds: float = 0
-    ) -> Result:
+    ) -> Answer:
         text = (input or b"").decode()
         asked.append(
             (
@@ -641,7 +642,7 @@ def test_the_credential_comes_from_the_first_node_that_can_make_one() -> None:
         )
         if node.name == "alpha":
             raise RemoteError("alpha: off")
-        return Result(0, "facts begin\nblock credential 0\n|MUNGE:AwQ=:\nfacts end\n", "")
+        return Answer(0, "facts begin\nblock credential 0\n|MUNGE:AwQ=:\nfacts end\n", "")
 
     seen = look(CLUSTER, runner=runner)
     assert asked[:2] == [("alpha", "credential"), ("gamma", "credential")]

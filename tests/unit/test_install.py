@@ -15,8 +15,9 @@ import yaml
 from ddp_slurm.admin import install as installer
 from ddp_slurm.admin.ansible import ansible_inventory
 from ddp_slurm.admin.install import STEPS, InstallError, Outcome, first_job, install, step_script
+from ddp_slurm.ask import Answer
 from ddp_slurm.cluster import Cluster, GpuModel, Node, Ssh
-from ddp_slurm.ssh.remote import RemoteError, Result
+from ddp_slurm.ssh.command import RemoteError
 
 STEPS_FOLDER = Path(installer.__file__).parents[2] / "cluster_setup/steps"
 CLUSTER = Cluster(
@@ -50,10 +51,10 @@ class Nodes:
     def __init__(
         self,
         versions: dict[str, str] | None = None,
-        answer: Callable[[str, str], Result] | None = None,
+        answer: Callable[[str, str], Answer] | None = None,
     ) -> None:
         self.versions = versions or {node.name: "22.05.8" for node in CLUSTER.nodes}
-        self.answer = answer or (lambda step, node: Result(0, "result ok\n", ""))
+        self.answer = answer or (lambda step, node: Answer(0, "result ok\n", ""))
         self.ran: list[tuple[str, str]] = []
         self.scripts: dict[tuple[str, str], str] = {}
         self.arguments: list[str] = []
@@ -65,11 +66,11 @@ class Nodes:
         *,
         input: bytes | None = None,
         timeout_seconds: float = 0,
-    ) -> Result:
+    ) -> Answer:
         self.arguments += argv
         text = (input or b"").decode()
         if "ASK_KEY=" in text:
-            return Result(
+            return Answer(
                 0,
                 f"fact munge_uid \nfact slurm_uid \nfact slurm_version {self.versions[node.name]}\n",
                 "",
@@ -107,7 +108,7 @@ def test_a_part_of_the_steps_and_nodes() -> None:
 
 def test_a_node_that_is_off_stops_only_what_needs_it() -> None:
     class WithoutLogin(Nodes):
-        def __call__(self, node: Node, *words: object, **named: object) -> Result:
+        def __call__(self, node: Node, *words: object, **named: object) -> Answer:
             if node.name == "login":
                 raise RemoteError("login: cannot be reached")
             return super().__call__(node, *words, **named)  # type: ignore[arg-type]
@@ -141,12 +142,12 @@ def test_the_key_is_made_once_and_travels_on_standard_input_to_its_step_alone() 
 
 
 def test_a_step_that_fails_is_the_last() -> None:
-    def answer(step: str, node: str) -> Result:
+    def answer(step: str, node: str) -> Answer:
         if (step, node) == ("packages", "gamma"):
-            return Result(100, "say not installed: munge\n", "E: Unable to locate package munge\n")
+            return Answer(100, "say not installed: munge\n", "E: Unable to locate package munge\n")
         if (step, node) == ("packages", "login"):
             raise RemoteError("login: cannot be reached")
-        return Result(0, "say why\nsay why\nresult changed\n", "")
+        return Answer(0, "say why\nsay why\nresult changed\n", "")
 
     nodes = Nodes(answer=answer)
     seen: list[Outcome] = []
@@ -212,9 +213,9 @@ def test_a_name_with_addresses_of_both_kinds_gives_the_one_that_slurm_is_told(
 
 def test_what_a_login_shell_prints_is_passed_over() -> None:
     class Chatty(Nodes):
-        def __call__(self, node: Node, *words: object, **named: object) -> Result:
+        def __call__(self, node: Node, *words: object, **named: object) -> Answer:
             answer = super().__call__(node, *words, **named)  # type: ignore[arg-type]
-            return Result(0, f"fact of the day: cats purr\n{answer.stdout}", "")
+            return Answer(0, f"fact of the day: cats purr\n{answer.out}", "")
 
     assert {outcome.result for outcome in install(CLUSTER, runner=Chatty())} == {"ok"}
     body = step_script("before", {}, "").partition("\n# shellcheck")[0]
@@ -232,7 +233,7 @@ def test_an_installer_that_is_at_work_already_is_named() -> None:
         install(
             CLUSTER,
             runner=Nodes(
-                answer=lambda step, node: Result(75 if node == "gamma" else 0, "result ok\n", "")
+                answer=lambda step, node: Answer(75 if node == "gamma" else 0, "result ok\n", "")
             ),
         )
 

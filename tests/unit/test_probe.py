@@ -12,8 +12,9 @@ from ddp_slurm.admin.facts import Block, Facts, Topology, facts_script, gather, 
 from ddp_slurm.admin.gpus import gres_types, parse_gpus
 from ddp_slurm.admin.probe import ProbeError, nodes_of_arguments, probed_cluster
 from ddp_slurm.admin.probed_yaml import probed_cluster_yaml
+from ddp_slurm.ask import Answer
 from ddp_slurm.cluster import Cluster, ClusterError, GpuModel, Node, Ssh
-from ddp_slurm.ssh.remote import RemoteError, Result
+from ddp_slurm.ssh.command import RemoteError
 
 # Two kinds of card; the order of nvidia-smi (by bus) is not that of the device files.
 NVIDIA_SMI = """\
@@ -258,10 +259,10 @@ def test_a_tool_that_cannot_be_ended_does_not_hide_the_rest(
 def runner_of(told: dict[str, str]):
     def runner(
         node: Node, argv: object, *, input: bytes | None = None, timeout_seconds: float = 0
-    ) -> Result:
+    ) -> Answer:
         if node.name not in told:
             raise RemoteError(f"{node.name}: cannot be reached")
-        return Result(0, f"facts begin\n{told[node.name]}\nfacts end\n", "")
+        return Answer(0, f"facts begin\n{told[node.name]}\nfacts end\n", "")
 
     return runner
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from ddp_slurm.ask import Answer
 from ddp_slurm.cluster import Node, Ssh
-from ddp_slurm.ssh import remote
-from ddp_slurm.ssh.remote import RemoteError, Result, on_all, run, run_script, ssh_argv
+from ddp_slurm.ssh.command import RemoteError, is_local, ssh_argv
+from ddp_slurm.ssh.run import on_all, run, run_script
 
 AWAY = Node(
     "alpha", address="192.0.2.77", ssh=Ssh(user="ops", port=2222, identity="~/keys/id 100%")
@@ -58,7 +59,7 @@ def test_what_is_not_said_is_left_to_the_users_configuration() -> None:
     ["a b", "it's", "$HOME", "`id`", "a;b", "*", "", "-n", 'say "x"', "back\\slash", "!x", "ü"],
 )
 def test_every_word_arrives_as_it_is(stub_ssh: Path, word: str) -> None:
-    assert run(AWAY, ["printf", "%s.", word, "end"]).stdout == f"{word}.end."
+    assert run(AWAY, ["printf", "%s.", word, "end"]).out == f"{word}.end."
 
 
 def test_a_newline_never_reaches_the_remote_shell(stub_ssh: Path) -> None:
@@ -69,7 +70,7 @@ def test_a_newline_never_reaches_the_remote_shell(stub_ssh: Path) -> None:
 
 def test_a_script_and_its_secret_are_in_no_argument(stub_ssh: Path) -> None:
     script = "secret='s3cret'\nread line || line=nothing\nprintf '%s %s\\n' \"$secret\" \"$line\"\ncat\necho end"
-    assert run_script(AWAY, script) == Result(0, "s3cret nothing\nend\n", "")
+    assert run_script(AWAY, script) == Answer(0, "s3cret nothing\nend\n", "")
     assert "s3cret" not in stub_ssh.read_text()
 
 
@@ -82,11 +83,11 @@ def test_root_by_sudo_where_the_login_user_is_another(
         tool.write_text(f"#!/bin/sh\n{body}\n")
         tool.chmod(stat.S_IRWXU)
     done = run_script(AWAY, "echo 'a  b'", as_root=True, wrapper=("env", "X=1 2"))
-    assert done.stdout == ("sudo -n -- env X=1 2 sh -s\n" if through_sudo else "") + "a  b\n"
+    assert done.out == ("sudo -n -- env X=1 2 sh -s\n" if through_sudo else "") + "a  b\n"
 
 
 def test_a_failed_command_is_a_result_and_a_failed_connection_an_error(stub_ssh: Path) -> None:
-    assert run(AWAY, ["sh", "-c", "echo no >&2; exit 3"]) == Result(3, "", "no\n")
+    assert run(AWAY, ["sh", "-c", "echo no >&2; exit 3"]) == Answer(3, "", "no\n")
     with pytest.raises(
         RemoteError,
         match=r"alpha: cannot be reached by ssh \(ops@192\.0\.2\.77 port 2222\): .*ssh-copy-id",
@@ -102,18 +103,18 @@ def test_this_machine_needs_no_ssh(stub_ssh: Path) -> None:
         Node("x", address="127.0.0.1"),
         Node("x", address="::1"),
     ):
-        assert run(node, ["printf", "%s", "a b"]).stdout == "a b"
-    assert run(Node("x", address="127.0.0.1"), ["no-such-command"]).returncode == 127
+        assert run(node, ["printf", "%s", "a b"]).out == "a b"
+    assert run(Node("x", address="127.0.0.1"), ["no-such-command"]).status == 127
     assert not stub_ssh.exists()
 
 
 def test_another_user_here_goes_through_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOGNAME", "somebody_else")  # what a plain su leaves
-    assert not remote.is_local(Node("x", address="127.0.0.1", ssh=Ssh(user="somebody_else")))
-    assert not remote.is_local(Node("elsewhere"))
+    assert not is_local(Node("x", address="127.0.0.1", ssh=Ssh(user="somebody_else")))
+    assert not is_local(Node("elsewhere"))
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # a bare uid, as in some containers
-    assert not remote.is_local(Node("x", address="127.0.0.1", ssh=Ssh(user="somebody_else")))
-    assert not remote.is_local(Node("x", address="192.0.2.77"))
+    assert not is_local(Node("x", address="127.0.0.1", ssh=Ssh(user="somebody_else")))
+    assert not is_local(Node("x", address="192.0.2.77"))
 
 
 def test_one_node_that_is_down_does_not_hide_the_others() -> None:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_slurm.admin.doctor.snapshot import parse_slurm_nodes
+from ddp_slurm.ask import Answer
 from ddp_slurm.cluster import Cluster, Node
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.slurm_client.commands import clean_environ
-from ddp_slurm.ssh.remote import RemoteError, Result, Runner, run
+from ddp_slurm.ssh.command import RemoteError
+from ddp_slurm.ssh.run import Runner, run
 
 SRUN_PATIENCE_SECONDS = 60
 """How long srun waits for a node that is busy."""
@@ -57,7 +59,7 @@ def runner_of(via: str) -> Runner:
 
 def run_by_srun(
     node: Node, argv: Sequence[str], *, input: bytes | None = None, timeout_seconds: float = 300.0
-) -> Result:
+) -> Answer:
     """Run a command on a node as a small job with all its GPUs; for clusters whose nodes users cannot log in to.
 
     Raises RemoteError where Slurm does not give the node within a minute, or the command is not done in time.
@@ -95,4 +97,4 @@ def run_by_srun(
     if "Unable to allocate resources" in stderr or ("srun: error" in stderr and not stdout):
         wanted = f" (asked for {node.gres})" if node.gres else ""
         raise RemoteError(f"{node.name}: {stderr.strip().splitlines()[-1]}{wanted}")
-    return Result(done.returncode, stdout, stderr)
+    return Answer(done.returncode, stdout, stderr)

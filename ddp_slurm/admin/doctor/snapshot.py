@@ -7,7 +7,8 @@ from functools import cached_property
 
 from ddp_slurm.admin.facts import Facts, gather, peers_text
 from ddp_slurm.cluster import Cluster, GpuModel, Node
-from ddp_slurm.ssh.remote import RemoteError, Runner, on_all, run
+from ddp_slurm.ssh.command import RemoteError
+from ddp_slurm.ssh.run import Runner, on_all, run
 
 SLURMCTLD_PORT, SLURMD_PORT = 6817, 6818
 HIGH_PORT = 29500
