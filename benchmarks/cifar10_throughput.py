@@ -1,10 +1,11 @@
-"""Images a second of the Trainer on CIFAR-10 shapes: one rank, all ranks, and a DataLoader loop of the usual kind.
+"""Images a second of the Trainer on CIFAR-10 shapes: one rank, all ranks, and a DataLoader loop.
 
     torchrun --nproc-per-node 2 benchmarks/cifar10_throughput.py
     torchrun --nproc-per-node 2 benchmarks/cifar10_throughput.py --precision fp32 --batch-size 256
 
-The usual loop is torchvision's transforms in a DataLoader with six workers, DistributedSampler, DDP, fp32; it is left
-out where torchvision is not installed. The images are random: the speed is that of the real ones.
+The DataLoader loop is the usual one: torchvision's transforms in a DataLoader with six workers,
+DistributedSampler, DDP, fp32. It is left out if torchvision is not installed. The images are
+random: the speed is that of the real ones.
 """
 
 import argparse
@@ -20,9 +21,15 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from ddp_slurm.examples.cifar10 import MEAN, STD
 from ddp_slurm.examples.models import resnet18, small_resnet, to_channels_last
-from ddp_slurm.training import Trainer, World, equal_shares, init_distributed
-from ddp_slurm.training.data import ResidentImages
+from ddp_slurm.training import (
+    ResidentImages,
+    Trainer,
+    World,
+    equal_shares,
+    init_distributed,
+)
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -46,7 +53,8 @@ def trainer_rate(world: World, batch: int, steps: int, precision: str) -> float:
     """The median over tenths of an epoch, the first two left out; on rank 0."""
     samples = batch * world.world_size * steps
     images = torch.randint(0, 256, (samples, 32, 32, 3), dtype=torch.uint8)
-    data = ResidentImages(images, torch.randint(0, 10, (samples,)), world.device, augment=True)
+    labels = torch.randint(0, 10, (samples,))
+    data = ResidentImages(images, labels, world.device, mean=MEAN, std=STD, augment=True)
     model = to_channels_last(network(world)).to(world.device)
     optimizer = torch.optim.SGD(
         model.parameters(), lr=0.01, momentum=0.9, nesterov=True, weight_decay=5e-4
@@ -122,7 +130,7 @@ def usual_rate(world: World, batch: int, steps: int, workers: int) -> float | No
 
 
 def rate_of_one_rank() -> float:
-    """A world of one rank in a process of its own, on the first GPU, while the other ranks wait to be met."""
+    """Of a world of one rank in its own process, on the first GPU, before the other ranks meet."""
     environ = {
         name: value
         for name, value in os.environ.items()
@@ -166,9 +174,8 @@ def main() -> None:
         dist.barrier(group=world.control)
         if world.rank == 0:
             device = torch.cuda.get_device_name() if gpu else "cpu"
-            print(
-                f"{world.world_size} x {device}, batch {batch} a rank, precision {arguments.precision}"
-            )
+            what = f"batch {batch} a rank, precision {arguments.precision}"
+            print(f"{world.world_size} x {device}, {what}")
             print(f"Trainer, 1 rank: {one:,.0f} images/s")
             print(f"Trainer, {world.world_size} ranks: {together:,.0f} images/s")
             print(f"{world.world_size} ranks / 1 rank: {together / one:.3f}")

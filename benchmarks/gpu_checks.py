@@ -1,11 +1,14 @@
-"""The training's exactness on real cards over NCCL, with uneven shares. Ends non-zero where a check fails.
+"""The training's exactness on real cards over NCCL, with uneven shares.
+
+Exits non-zero if a check fails.
 
     torchrun --nproc-per-node 2 benchmarks/gpu_checks.py
     torchrun --nproc-per-node 4 benchmarks/gpu_checks.py
-    CUDA_VISIBLE_DEVICES=0 torchrun --nproc-per-node 2 benchmarks/gpu_checks.py   # must name both ranks of one GPU
+    # must name both ranks of one GPU:
+    CUDA_VISIBLE_DEVICES=0 torchrun --nproc-per-node 2 benchmarks/gpu_checks.py
 
-Each check trains 20 steps in the Trainer and compares parameters and last loss with one process that takes the whole
-batch on one card. It runs on CPUs (gloo) too, without SyncBatchNorm.
+Each check trains 20 steps in the Trainer and compares the parameters with those of one process
+that takes the whole batch on one card. It runs on CPUs (gloo) too, without SyncBatchNorm.
 """
 
 import copy
@@ -61,7 +64,10 @@ def images(samples: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def alone(
     world: World, model: nn.Module, samples: int, dtype: torch.dtype, precision: Precision
 ) -> Tensor:
-    """The parameters after 20 steps of one process with the whole batch: plain PyTorch but for the samples' order."""
+    """The parameters after 20 steps of one process with the whole batch.
+
+    Plain PyTorch, but for the order of the samples.
+    """
     inputs, labels = (tensor.to(world.device) for tensor in images(samples, dtype))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     scaler = precision.grad_scaler()

@@ -1,10 +1,12 @@
-"""What uneven ranks reach together: an equal split and a balanced one against the sum of the ranks' own throughputs.
+"""Speed of uneven ranks together: an equal and a balanced split, and the sum of the ranks alone.
 
     torchrun --nproc-per-node 2 benchmarks/uneven_speed.py --slow 1,2
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/uneven_speed.py --slow 1,3    # on CPUs (gloo)
+    # on CPUs (gloo):
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/uneven_speed.py --slow 1,3
 
-``--slow`` makes a rank about k times slower by running each part of the network k times on each batch. All figures come
-from one run, in alternation; each ratio is a line. The theory for an equal split is world size * slowest / sum.
+``--slow`` makes a rank about k times slower by running each part of the network k times on each
+batch. All figures come from one run, in alternation; each ratio is a line. The theory for an equal
+split is world size * slowest / sum.
 """
 
 import argparse
@@ -16,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from ddp_slurm.examples.cifar10 import MEAN, STD
 from ddp_slurm.examples.models import resnet18, small_resnet, to_channels_last
-from ddp_slurm.training import Trainer, World, equal_shares, init_distributed
-from ddp_slurm.training.data import ResidentImages
+from ddp_slurm.training import ResidentImages, Trainer, World, equal_shares, init_distributed
 from ddp_slurm.training.trainer.precision import choose_precision
 from ddp_slurm.training.uneven.calibrate import TrainingStep, measured_shares
 
@@ -39,7 +41,8 @@ parser.add_argument("--precision", default="auto")
 class Repeated(nn.Module):
     """The mean of k equal passes: k times the work forward and backward, and the same gradient.
 
-    Of each block, not of the whole network: its gradient is ready when the block is done, as on a card that is slow.
+    Of each block, not of the whole network: its gradient is ready when the block is done, as on a
+    slow card.
     """
 
     def __init__(self, inner: nn.Module, times: int) -> None:
@@ -86,7 +89,7 @@ def rate_together(
 def rate_alone(
     world: World, model: nn.Module, data: ResidentImages, share: int, steps: int, precision: str
 ) -> float:
-    """Images a second of this rank without the others, all ranks at work at once, as when they train."""
+    """Images a second of this rank by itself, all ranks working at once, as in training."""
     computing = choose_precision(precision, world.ranks)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     spans = [(0, share)] * (steps + 3)
@@ -117,7 +120,8 @@ def main() -> None:
         factors = [int(word) for word in arguments.slow.split(",")]
         if len(factors) != world.world_size:
             parser.error(
-                f"--slow {arguments.slow} names {len(factors)} ranks, this world has {world.world_size}"
+                f"--slow {arguments.slow} is for {len(factors)} ranks, "
+                f"this world has {world.world_size}"
             )
         batch = arguments.batch_size or (512 if gpu else 32)
         steps = arguments.steps or (100 if gpu else 10)
@@ -125,7 +129,8 @@ def main() -> None:
         torch.manual_seed(0)
         samples = global_batch * steps
         images = torch.randint(0, 256, (samples, 32, 32, 3), dtype=torch.uint8)
-        data = ResidentImages(images, torch.randint(0, 10, (samples,)), world.device, augment=True)
+        labels = torch.randint(0, 10, (samples,))
+        data = ResidentImages(images, labels, world.device, mean=MEAN, std=STD, augment=True)
         model = to_channels_last(resnet18() if gpu else small_resnet()).to(world.device)
         model.stem, *blocks = (
             Repeated(part, factors[world.rank]) for part in (model.stem, *model.stages)

@@ -1,1 +1,1 @@
-"""What the two examples share: command-line arguments, models, CIFAR-10. Not part of the library."""
+"""What the two examples share: options, models, data. Not part of the library."""

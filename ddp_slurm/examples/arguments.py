@@ -1,13 +1,15 @@
-"""The options that both examples share."""
+"""The options that both examples share, and what they mean for the Trainer."""
 
 import argparse
 import math
-import os
+import re
 from collections.abc import Callable
 
-from ddp_slurm.rank_env import LaunchError
-from ddp_slurm.training.process_group import World
+from ddp_slurm.job_env import JobEnv
+from ddp_slurm.training import Snapshot, TrainerConfig, World
+from ddp_slurm.training.trainer import Result
 from ddp_slurm.training.trainer.precision import PRECISIONS
+from ddp_slurm.training.trainer.report import say
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, default_lr: float) -> None:
@@ -51,9 +53,8 @@ def number_of(least: int, most: int = 10**12) -> Callable[[str], int]:
     """An argparse type: a whole number from ``least`` to ``most``."""
 
     def parse(text: str) -> int:
-        if not (
-            text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= most
-        ):
+        is_number = re.fullmatch("[0-9]{1,19}", text) is not None
+        if not is_number or not least <= int(text) <= most:
             raise argparse.ArgumentTypeError(
                 f"{text!r} is not a whole number from {least} to {most}"
             )
@@ -70,24 +71,43 @@ def real_number(*, zero: bool = False) -> Callable[[str], float]:
             number = float(text)
         except ValueError:
             number = -1.0
-        if not (0 < number < math.inf or (zero and number == 0)):
+        is_allowed = 0 < number < math.inf or (zero and number == 0)
+        if not is_allowed:
             raise argparse.ArgumentTypeError(f"{text!r} is not a number {'>=' if zero else '>'} 0")
         return number
 
     return parse
 
 
+def trainer_config(
+    arguments: argparse.Namespace, world: World, *, default_global_batch: int
+) -> TrainerConfig:
+    """The Trainer's configuration for the options of ``add_arguments``."""
+    return TrainerConfig(
+        # The same global batch on any number of ranks, so the learning rate fits all of them.
+        global_batch=global_batch_size(arguments, world, default=default_global_batch),
+        micro_batch=arguments.micro_batch_size,
+        total_epochs=arguments.total_epochs,
+        save_every_epochs=arguments.save_every,
+        precision=arguments.precision,
+        clip_norm=arguments.clip_norm,
+        snapshot=Snapshot(arguments.snapshot, world.control),
+        metrics_path=arguments.metrics,
+        seed=arguments.seed,
+    )
+
+
 def global_batch_size(arguments: argparse.Namespace, world: World, default: int) -> int:
-    """The one of the command line, else the job's (DDP_SLURM_GLOBAL_BATCH_SIZE), else ``default``."""
+    """From the command line, else the job (DDP_SLURM_GLOBAL_BATCH_SIZE), else ``default``."""
     if arguments.batch_size is not None:
         return int(arguments.batch_size) * world.world_size
     if arguments.global_batch_size is not None:
         return int(arguments.global_batch_size)
-    planned = os.environ.get("DDP_SLURM_GLOBAL_BATCH_SIZE", "")
-    if not planned:
-        return default
-    if not (planned.isascii() and planned.isdigit() and int(planned) > 0):
-        raise LaunchError(
-            f"{world.place}: DDP_SLURM_GLOBAL_BATCH_SIZE={planned!r} is not a whole number >= 1"
-        )
-    return int(planned)
+    return JobEnv.from_environ().global_batch_size or default
+
+
+def print_result(world: World, result: Result) -> None:
+    """The last line of a finished training, on rank 0."""
+    if world.rank == 0 and result.finished:
+        loss, accuracy = result.metrics["loss"], result.metrics["accuracy"]
+        say(f"finished: step {result.step}, loss {loss:.4f}, accuracy {accuracy:.4f}")

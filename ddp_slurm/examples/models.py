@@ -24,7 +24,10 @@ class TinyMlp(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions around a shortcut. Source: He et al. 2015, arXiv:1512.03385, basic block."""
+    """Two 3x3 convolutions with a shortcut past them.
+
+    Source: He et al. 2015, arXiv:1512.03385, basic block.
+    """
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -47,8 +50,10 @@ class CifarResNet(nn.Module):
     """A ResNet for images of (n, 3, 32, 32).
 
     Args:
-        blocks: residual blocks of each stage; (2, 2, 2, 2) with width 64 is ResNet-18 in the form usual for CIFAR-10.
+        blocks: residual blocks of each stage; (2, 2, 2, 2) with width 64 is ResNet-18 in the form
+            usual for CIFAR-10.
         width: channels of the first stage; each stage doubles them and halves the image.
+        classes: outputs.
     """
 
     def __init__(
@@ -63,11 +68,11 @@ class CifarResNet(nn.Module):
         stages: list[nn.Module] = []
         channels = width
         for stage, count in enumerate(blocks):
+            next_channels = width * 2**stage
             for i in range(count):
-                next_channels = width * 2**stage
-                stages.append(
-                    ResidualBlock(channels, next_channels, 2 if stage > 0 and i == 0 else 1)
-                )
+                halves_image = stage > 0 and i == 0
+                stride = 2 if halves_image else 1
+                stages.append(ResidualBlock(channels, next_channels, stride))
                 channels = next_channels
         self.stages = nn.Sequential(*stages)
         self.head = nn.Linear(channels, classes)
@@ -89,16 +94,15 @@ def small_resnet(classes: int = 10) -> CifarResNet:
 
 
 def to_channels_last(model: nn.Module) -> nn.Module:
-    """Lay the convolutions out as tensor cores want them.
+    """The model with its convolutions in the memory layout that tensor cores are fast with.
 
-    A 1x1 kernel is the same bytes in both layouts, so torch would leave its strides; its gradient comes with those of
-    channels_last, and DDP copies and warns where they differ.
+    A 1x1 kernel has the same bytes in both layouts, so torch would leave its strides as they are.
+    Its gradient comes with those of channels_last, and DDP copies and warns where they differ.
     """
     for parameter in model.parameters():
         if parameter.ndim == 4:
             _, channels, height, width = parameter.shape
             strides = (channels * height * width, 1, width * channels, channels)
-            parameter.data = parameter.data.contiguous(
-                memory_format=torch.channels_last
-            ).as_strided(parameter.shape, strides)
+            values = parameter.data.contiguous(memory_format=torch.channels_last)
+            parameter.data = values.as_strided(parameter.shape, strides)
     return model

@@ -1,11 +1,15 @@
-"""Data-parallel training that is exactly right on uneven ranks; every part is usable alone in a loop of your own."""
+"""Data-parallel training that is exactly right on uneven ranks.
+
+Every part can be used by itself, in your own loop.
+"""
 
 from ddp_slurm.balance import BalanceError, equal_shares, split_batch
+from ddp_slurm.training.data import DatasetSource, ResidentImages, ResidentTensors, Source
 from ddp_slurm.training.process_group.world import World, init_distributed
 from ddp_slurm.training.snapshot import Snapshot, SnapshotError
-from ddp_slurm.training.trainer.trainer import Trainer
+from ddp_slurm.training.trainer import Result, Trainer, TrainerConfig
 from ddp_slurm.training.uneven.batchnorm import BatchNormStatistics
-from ddp_slurm.training.uneven.gradients import loss_weight, no_sample_loss
+from ddp_slurm.training.uneven.gradients import loss_weight, no_sample_loss, wrap_model
 from ddp_slurm.training.uneven.sampler import BalancedIterable, BalancedSampler
 
 __all__ = [
@@ -13,13 +17,20 @@ __all__ = [
     "BalancedIterable",
     "BalancedSampler",
     "BatchNormStatistics",
+    "DatasetSource",
+    "ResidentImages",
+    "ResidentTensors",
+    "Result",
     "Snapshot",
     "SnapshotError",
+    "Source",
     "Trainer",
+    "TrainerConfig",
     "World",
     "equal_shares",
     "init_distributed",
     "loss_weight",
     "no_sample_loss",
     "split_batch",
+    "wrap_model",
 ]

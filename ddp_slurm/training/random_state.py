@@ -8,7 +8,7 @@ import torch
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """States of torch (CPU and this rank's GPU), of Python's ``random``, and of NumPy where it is in use."""
+    """States of torch (CPU and this rank's GPU), Python's ``random`` and, if imported, NumPy."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -20,18 +20,16 @@ def random_state(device: torch.device) -> dict[str, Any]:
         import numpy as np
 
         name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-        state["numpy"] = [
-            str(name),
-            [int(key) for key in keys],
-            int(position),
-            int(has_gauss),
-            float(cached),
-        ]
+        plain_keys = [int(key) for key in keys]
+        state["numpy"] = [str(name), plain_keys, int(position), int(has_gauss), float(cached)]
     return state
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Put back what ``random_state`` gave; a generator that this process lacks (GPU, NumPy) is passed over."""
+    """Restore the result of ``random_state``.
+
+    A generator that this process does not have (GPU, NumPy) is skipped.
+    """
     torch.set_rng_state(state["torch"])
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))

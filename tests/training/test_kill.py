@@ -99,7 +99,7 @@ def test_fifty_kills(tmp_path: Path, uninterrupted: list[Report]) -> None:
     assert min(kinds[kind] for kind in latest) >= 8, kinds
 
 
-def test_a_damaged_snapshot_after_a_kill_within_a_write_gives_way_to_the_one_before(
+def test_kill_in_a_write_and_damage_lead_to_the_previous(
     tmp_path: Path, uninterrupted: list[Report]
 ) -> None:
     """Two files are whole after steps 2 and 4, rank 0 dies in the write of the third, and the second is damaged."""
@@ -125,7 +125,7 @@ def test_a_damaged_snapshot_after_a_kill_within_a_write_gives_way_to_the_one_bef
     assert_same_end(reports, uninterrupted)
 
 
-def test_a_full_disk_costs_the_steps_since_the_last_snapshot_only(
+def test_full_disk_costs_the_steps_since_the_last_snapshot(
     tmp_path: Path, uninterrupted: list[Report]
 ) -> None:
     disk = tmp_path / "disk"

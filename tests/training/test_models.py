@@ -5,7 +5,7 @@ import torch
 from ddp_slurm.examples.models import resnet18, small_resnet, to_channels_last
 
 
-def test_gradients_have_the_strides_of_their_parameters() -> None:
+def test_channels_last_gradients_have_the_same_strides() -> None:
     """Where they differ DDP copies each gradient, and warns."""
     model = to_channels_last(small_resnet())
     model(torch.randn(8, 3, 32, 32)).sum().backward()
@@ -15,7 +15,7 @@ def test_gradients_have_the_strides_of_their_parameters() -> None:
         assert parameter.grad.stride() == parameter.stride()
 
 
-def test_the_layout_changes_no_value() -> None:
+def test_channels_last_changes_no_value() -> None:
     torch.manual_seed(0)
     plain = small_resnet()
     torch.manual_seed(0)
@@ -24,7 +24,7 @@ def test_the_layout_changes_no_value() -> None:
         assert torch.equal(before, after)
 
 
-def test_sizes_that_the_documentation_names() -> None:
+def test_models_have_the_documented_sizes() -> None:
     for make, millions in ((resnet18, 11.2), (small_resnet, 0.078)):
         assert (
             round(sum(p.numel() for p in make().parameters()) / 1e6, 3 if millions < 1 else 1)

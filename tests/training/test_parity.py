@@ -38,7 +38,7 @@ def worst_error(found: Outcome, expected: Outcome) -> float:
     ],
     ids=["plain", "micro-batches, clipping", "accumulation over steps, micro-batches, clipping"],
 )
-def test_twenty_steps_equal_one_process(
+def test_parity_of_twenty_steps_with_one_process(
     tmp_path: Path, dtype: torch.dtype, options: dict[str, float]
 ) -> None:
     case = Case(
@@ -49,7 +49,7 @@ def test_twenty_steps_equal_one_process(
         assert worst_error(found, expected) < TOLERANCE[dtype]
 
 
-def test_negative_control_the_mean_over_ranks_is_wrong(tmp_path: Path) -> None:
+def test_parity_fails_with_the_plain_mean_over_ranks(tmp_path: Path) -> None:
     case = Case(samples=800, shares=SHARES, steps=20, weighted=False)
     expected = train_alone(case)
     for found in run_world(tmp_path, TASKS, compare, case):
@@ -83,7 +83,7 @@ def cases(draw: st.DrawFn) -> Case:
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(cases())
-def test_any_world_shares_and_data_set_equal_one_process(service: World, case: Case) -> None:
+def test_parity_of_any_world_shares_and_data_set(service: World, case: Case) -> None:
     for pipe in service.pipes:
         pipe.send(case)
     found = [service.receive(rank) for rank in range(7)]

@@ -33,7 +33,9 @@ def in_order(ranks: list[list[list[int]]]) -> list[int]:
 
 
 @given(lengths, shares, st.integers(0, 5))
-def test_every_index_once_in_equally_many_steps(length: int, shares: list[int], epoch: int) -> None:
+def test_sampler_gives_every_index_once_in_equal_steps(
+    length: int, shares: list[int], epoch: int
+) -> None:
     ranks = epoch_of(length, shares, epoch)
     assert {len(steps) for steps in ranks} == {
         -(-length // sum(shares))
@@ -42,9 +44,7 @@ def test_every_index_once_in_equally_many_steps(length: int, shares: list[int], 
 
 
 @given(lengths, shares)
-def test_shares_hold_in_each_whole_batch_and_the_last_is_in_proportion(
-    length: int, shares: list[int]
-) -> None:
+def test_sampler_keeps_shares_and_divides_the_last_batch(length: int, shares: list[int]) -> None:
     total = sum(shares)
     for rank, steps in enumerate(epoch_of(length, shares, 0)):
         whole, rest = divmod(length, total)
@@ -54,14 +54,14 @@ def test_shares_hold_in_each_whole_batch_and_the_last_is_in_proportion(
 
 
 @given(lengths, shares, shares, st.integers(0, 3))
-def test_the_order_knows_no_ranks(
+def test_sampler_order_does_not_depend_on_ranks(
     length: int, one: list[int], other: list[int], epoch: int
 ) -> None:
     assert in_order(epoch_of(length, one, epoch)) == in_order(epoch_of(length, other, epoch))
 
 
 @given(lengths, shares, shares, st.data())
-def test_a_resumed_epoch_on_another_world_has_exactly_the_rest(
+def test_sampler_resumed_on_other_ranks_gives_the_rest(
     length: int, one: list[int], other: list[int], data: st.DataObject
 ) -> None:
     steps = -(-length // sum(one))
@@ -71,13 +71,13 @@ def test_a_resumed_epoch_on_another_world_has_exactly_the_rest(
 
 
 @given(lengths, shares)
-def test_drop_last_leaves_the_incomplete_batch_out(length: int, shares: list[int]) -> None:
+def test_sampler_drop_last_leaves_the_last_batch_out(length: int, shares: list[int]) -> None:
     ranks = epoch_of(length, shares, 0, drop_last=True)
     whole = length // sum(shares) * sum(shares)
     assert in_order(ranks) == in_order(epoch_of(length, shares, 0))[:whole]
 
 
-def test_another_order_each_epoch_and_seed() -> None:
+def test_sampler_order_differs_by_epoch_and_seed() -> None:
     orders = set()
     for seed in (0, 1):
         for epoch in (0, 1, 2):
@@ -88,12 +88,12 @@ def test_another_order_each_epoch_and_seed() -> None:
     assert in_order(epoch_of(9, [2, 1], 3, shuffle=False)) == list(range(9))
 
 
-def test_seeds_are_the_same_on_every_machine() -> None:
+def test_seed_of_is_the_same_on_every_machine() -> None:
     assert seed_of(0, 1, "shuffle") == 2758376419265644486
 
 
 @given(lengths.filter(bool), shares)
-def test_loss_weights_of_all_ranks_make_a_mean(length: int, shares: list[int]) -> None:
+def test_sampler_loss_weights_average_to_one(length: int, shares: list[int]) -> None:
     samplers = [BalancedSampler(length, shares, rank) for rank in range(len(shares))]
     for step in range(len(samplers[0])):
         weights = [sampler.loss_weight(step) for sampler in samplers]
@@ -109,12 +109,12 @@ def test_loss_weights_of_all_ranks_make_a_mean(length: int, shares: list[int]) -
         ((10, [3, -1], 0), "must be >= 0 and not all 0"),
     ],
 )
-def test_faults(arguments: tuple, message: str) -> None:
+def test_sampler_refuses_wrong_shares(arguments: tuple, message: str) -> None:
     with pytest.raises(BalanceError, match=message):
         BalancedSampler(*arguments)
 
 
-def test_a_position_outside_the_epoch_is_refused() -> None:
+def test_sampler_refuses_a_start_outside_the_epoch() -> None:
     with pytest.raises(BalanceError, match="sample 11 is not within an epoch of 10 samples"):
         BalancedSampler(10, [2], 0).set_epoch(0, 11)
 
@@ -130,7 +130,7 @@ class Stream:
 
 
 @given(lengths, shares)
-def test_a_stream_is_shared_out_like_a_data_set(length: int, shares: list[int]) -> None:
+def test_iterable_shares_a_stream_like_a_data_set(length: int, shares: list[int]) -> None:
     parts = [
         list(BalancedIterable(Stream(length), shares, rank, collate=list))
         for rank in range(len(shares))
@@ -143,7 +143,7 @@ def test_a_stream_is_shared_out_like_a_data_set(length: int, shares: list[int]) 
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_keeps_its_order_over_loader_workers(workers: int) -> None:
+def test_iterable_keeps_the_order_over_loader_workers(workers: int) -> None:
     loader = DataLoader(
         BalancedIterable(Stream(101), [5, 7], 1), batch_size=None, num_workers=workers
     )
@@ -152,7 +152,7 @@ def test_a_stream_keeps_its_order_over_loader_workers(workers: int) -> None:
     assert found == [*expected, [98, 99, 100]]  # of the last five, shared out 2 and 3
 
 
-def test_a_data_loader_takes_it_as_batch_sampler() -> None:
+def test_sampler_works_as_batch_sampler() -> None:
     data = torch.arange(20) * 10
     loader = DataLoader(data, batch_sampler=BalancedSampler(data, [1, 3], 1, shuffle=False))
     assert [batch.tolist() for batch in loader] == [
@@ -164,7 +164,7 @@ def test_a_data_loader_takes_it_as_batch_sampler() -> None:
     ]
 
 
-def test_a_rank_without_samples_gets_an_empty_batch_from_the_loader() -> None:
+def test_collate_gives_an_empty_batch_without_samples() -> None:
     data = [{"x": torch.full((3,), float(i)), "y": (i, torch.tensor(i))} for i in range(9)]
     sampler = BalancedSampler(data, [1, 7], 0, shuffle=False)  # the ninth sample goes to rank 1
     whole, empty = DataLoader(data, batch_sampler=sampler, collate_fn=sampler.collate)
@@ -173,7 +173,7 @@ def test_a_rank_without_samples_gets_an_empty_batch_from_the_loader() -> None:
     assert [len(part) for part in empty["y"]] == [0, 0]
 
 
-def test_an_empty_batch_of_texts_and_one_of_a_data_set_that_is_not_there() -> None:
-    assert BalancedSampler([("a text", 1)], [0, 1], 0).collate([])[0] == []
+def test_collate_empties_texts_and_needs_the_data_set() -> None:
+    assert BalancedSampler([("a text", 1)], [0, 1], 0).collate([])[0] == ()
     with pytest.raises(BalanceError, match="give BalancedSampler the data set, not its length"):
         BalancedSampler(9, [0, 1], 0).collate([])

@@ -45,7 +45,7 @@ def step(snapshot: Snapshot) -> int:
     return int(loaded["step"])
 
 
-def test_the_newest_is_loaded_and_the_previous_one_kept(snapshot: Snapshot) -> None:
+def test_snapshot_loads_the_newest_and_keeps_the_previous(snapshot: Snapshot) -> None:
     assert step(snapshot) == 2
     assert snapshot.warnings == []
     assert step(Snapshot(snapshot.previous)) == 1
@@ -55,11 +55,11 @@ def test_the_newest_is_loaded_and_the_previous_one_kept(snapshot: Snapshot) -> N
     ]
 
 
-def test_no_file_is_no_snapshot(tmp_path: Path) -> None:
+def test_snapshot_without_a_file_is_none(tmp_path: Path) -> None:
     assert Snapshot(tmp_path / "none.pt").load() is None
 
 
-def test_torch_alone_reads_it(snapshot: Snapshot) -> None:
+def test_snapshot_is_readable_with_torch_load(snapshot: Snapshot) -> None:
     content = torch.load(snapshot.path, weights_only=True)
     assert (content["format"], content["version"], content["state"]["step"]) == (
         "ddp_slurm snapshot",
@@ -72,7 +72,7 @@ def test_torch_alone_reads_it(snapshot: Snapshot) -> None:
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.data())
-def test_any_damage_is_noticed(snapshot: Snapshot, data: st.DataObject) -> None:
+def test_snapshot_damage_leads_to_the_previous(snapshot: Snapshot, data: st.DataObject) -> None:
     whole = snapshot.path.read_bytes()
     place = data.draw(st.integers(0, len(whole) - 1))
     kind = data.draw(st.sampled_from(["flip", "cut"]))
@@ -107,7 +107,7 @@ def test_any_damage_is_noticed(snapshot: Snapshot, data: st.DataObject) -> None:
     ],
     ids=["empty", "text", "another program's", "a list", "of the future", "a pickled object"],
 )
-def test_a_foreign_file_gives_way_or_is_refused(
+def test_snapshot_foreign_file_leads_to_the_previous(
     snapshot: Snapshot, content: object, words: str
 ) -> None:
     if isinstance(content, bytes):
@@ -125,7 +125,7 @@ def test_a_foreign_file_gives_way_or_is_refused(
     )
 
 
-def test_a_lost_current_file_gives_way_to_the_previous(snapshot: Snapshot) -> None:
+def test_snapshot_lost_file_leads_to_the_previous(snapshot: Snapshot) -> None:
     snapshot.path.unlink()  # killed between the two renames
     assert step(snapshot) == 1
 
@@ -133,7 +133,7 @@ def test_a_lost_current_file_gives_way_to_the_previous(snapshot: Snapshot) -> No
 @pytest.mark.parametrize(
     "value", [{1, 2}, torch.nn.Linear(1, 1), [lambda: None], {"a": {Path("/"): 1}}]
 )
-def test_what_could_not_be_read_back_is_not_written(snapshot: Snapshot, value: object) -> None:
+def test_snapshot_refuses_what_cannot_be_read_back(snapshot: Snapshot, value: object) -> None:
     with pytest.raises(SnapshotError, match=r"a snapshot cannot hold (key of )?state\['bad'\]"):
         snapshot.save({"bad": value})
     assert step(snapshot) == 2
@@ -163,7 +163,7 @@ Pair = collections.namedtuple("Pair", ["x", "y"])
         (collections.defaultdict(list, {"a": (Kind.ONE, True, None)}), {"a": (1, True, None)}),
     ],
 )
-def test_kinds_of_plain_values_are_written_as_plain_ones(
+def test_snapshot_writes_subclasses_as_plain_values(
     snapshot: Snapshot, value: object, read: object
 ) -> None:
     snapshot.save({"value": value})
@@ -172,7 +172,7 @@ def test_kinds_of_plain_values_are_written_as_plain_ones(
     assert repr(loaded["value"]) == repr(read)
 
 
-def test_a_damaged_one_does_not_push_out_the_good_previous_one(snapshot: Snapshot) -> None:
+def test_snapshot_damaged_does_not_replace_the_previous(snapshot: Snapshot) -> None:
     snapshot.path.write_bytes(b"damaged")
     assert step(snapshot) == 1
     snapshot.save(state(3))
@@ -182,7 +182,7 @@ def test_a_damaged_one_does_not_push_out_the_good_previous_one(snapshot: Snapsho
     assert step(Snapshot(snapshot.previous)) == 3
 
 
-def test_a_name_that_is_too_long_is_a_fault_with_a_message(tmp_path: Path) -> None:
+def test_snapshot_name_that_is_too_long_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SnapshotError, match="File name too long"):
         Snapshot(tmp_path / ("s" * 250)).load()
 
@@ -201,7 +201,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
-def test_a_full_disk_leaves_what_is_there(small_disk: Path) -> None:
+def test_snapshot_full_disk_keeps_the_existing_files(small_disk: Path) -> None:
     snapshot = Snapshot(small_disk / "snapshot.pt")
     snapshot.save(state(1))
     snapshot.save(state(2))
@@ -218,7 +218,7 @@ def test_a_full_disk_leaves_what_is_there(small_disk: Path) -> None:
     assert step(snapshot) == 4
 
 
-def test_a_file_size_limit_is_a_fault_with_a_message(snapshot: Snapshot) -> None:
+def test_snapshot_file_size_limit_is_an_error(snapshot: Snapshot) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
@@ -231,13 +231,13 @@ def test_a_file_size_limit_is_a_fault_with_a_message(snapshot: Snapshot) -> None
     assert step(snapshot) == 2
 
 
-def test_a_path_below_a_file_is_a_fault_with_a_message(tmp_path: Path) -> None:
+def test_snapshot_path_below_a_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SnapshotError, match="cannot write the snapshot"):
         Snapshot(tmp_path / "file" / "snapshot.pt").save(state(1))
 
 
-def test_only_rank_0_has_the_file_and_all_ranks_the_state(tmp_path: Path) -> None:
+def test_snapshot_of_rank_0_reaches_all_ranks(tmp_path: Path) -> None:
     Snapshot(tmp_path / "rank0" / "snapshot.pt").save(state(7, size=100_000))
     found = run_world(tmp_path / "logs", (1, 2), load_on_every_rank, tmp_path)
     assert [
@@ -245,13 +245,13 @@ def test_only_rank_0_has_the_file_and_all_ranks_the_state(tmp_path: Path) -> Non
     ] == [("state", 7, 700_000.0)] * 3
 
 
-def test_a_group_is_made_where_the_default_one_only_knows_gpus(tmp_path: Path) -> None:
+def test_snapshot_makes_a_gloo_group_beside_nccl(tmp_path: Path) -> None:
     Snapshot(tmp_path / "rank0" / "snapshot.pt").save(state(7))
     found = run_world(tmp_path / "logs", (1, 1), load_on_every_rank, tmp_path, "nccl")
     assert [(kind, value["step"]) for kind, value in found] == [("state", 7)] * 2
 
 
-def test_a_snapshot_that_rank_0_cannot_use_is_a_fault_on_every_rank(tmp_path: Path) -> None:
+def test_snapshot_unusable_is_an_error_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "rank0").mkdir()
     (tmp_path / "rank0" / "snapshot.pt").write_bytes(b"no zip")
     found = run_world(tmp_path / "logs", (1, 2), load_on_every_rank, tmp_path)
@@ -260,7 +260,7 @@ def test_a_snapshot_that_rank_0_cannot_use_is_a_fault_on_every_rank(tmp_path: Pa
     assert "rank0/snapshot.pt is damaged or no snapshot" in found[2][1]
 
 
-def test_no_snapshot_is_none_on_every_rank(tmp_path: Path) -> None:
+def test_snapshot_missing_is_none_on_every_rank(tmp_path: Path) -> None:
     assert (
         run_world(tmp_path / "logs", (1, 1), load_on_every_rank, tmp_path) == [("state", None)] * 2
     )

@@ -1,26 +1,23 @@
-"""The Trainer: the same training on any ranks, stopped and resumed, and the two examples whole."""
+"""The Trainer: the same training on any ranks, stopped and resumed."""
 
-import json
 import re
-import runpy
 import subprocess
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
 
-from ddp_slurm.training import BalancedSampler, Snapshot
+from ddp_slurm.training import BalancedSampler, Snapshot, Trainer, TrainerConfig, init_distributed
 
 from .trainer_worker import Report, Run, full_disk, train
-from .workers import example, flat, make_data, make_model
-from .worlds import world
-
-ROOT = Path(__file__).parents[2]
+from .workers import flat, make_data, make_model
+from .worlds import run_world, world
 
 
 def run(folder: Path, tasks: tuple[int, ...], settings: Run, **options: Any) -> list[Report]:
@@ -57,7 +54,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
-def test_the_gradient_that_is_clipped_is_not_the_scaled_one(tmp_path: Path) -> None:
+def test_trainer_clips_the_unscaled_gradient(tmp_path: Path) -> None:
     """fp16 multiplies the loss by 65,536: clipping before that is taken back would leave next to nothing of a step."""
     settings = Run(
         (2, 5),
@@ -82,7 +79,7 @@ def test_the_gradient_that_is_clipped_is_not_the_scaled_one(tmp_path: Path) -> N
         (1, (0, 0, 0, 0, 0, 0, 9), {"clip_norm": 0.2}),
     ],
 )
-def test_any_ranks_train_as_one_process_does(
+def test_trainer_on_any_ranks_equals_one_process(
     tmp_path: Path, samples: int, shares: tuple[int, ...], options: dict[str, Any]
 ) -> None:
     settings = Run(shares, tmp_path / "s.pt", samples=samples, stateful=False, options=options)
@@ -91,7 +88,7 @@ def test_any_ranks_train_as_one_process_does(
         assert relative_error(report.weights, expected) < 1e-6
 
 
-def test_resumed_on_five_ranks_after_seven(tmp_path: Path) -> None:
+def test_trainer_resumes_on_five_ranks_after_seven(tmp_path: Path) -> None:
     """Stopped by a signal within an epoch, resumed on fewer ranks: each sample exactly once, and the same result."""
     whole = Run(
         (1, 2, 3, 6, 4, 0, 5),
@@ -123,7 +120,7 @@ def test_resumed_on_five_ranks_after_seven(tmp_path: Path) -> None:
         assert relative_error(report.weights, reference(whole)) < 1e-6
 
 
-def test_a_signal_to_one_rank_stops_all_after_one_step_and_asks_for_a_requeue(
+def test_trainer_signal_to_one_rank_stops_all_ranks(
     tmp_path: Path,
 ) -> None:
     marker = tmp_path / "requeue me"
@@ -155,7 +152,7 @@ def test_a_signal_to_one_rank_stops_all_after_one_step_and_asks_for_a_requeue(
     assert stopped[0].own_batchnorm != stopped[1].own_batchnorm  # the ranks' statistics do differ
 
 
-def test_what_belongs_to_a_rank_goes_on_with_other_shares_too(tmp_path: Path) -> None:
+def test_trainer_resume_with_other_shares_keeps_rank_state(tmp_path: Path) -> None:
     """Measured shares hardly ever come out the same twice."""
     settings = Run(
         (3, 5),
@@ -179,7 +176,7 @@ def test_what_belongs_to_a_rank_goes_on_with_other_shares_too(tmp_path: Path) ->
     assert of_the_epoch[0] == pytest.approx(of_the_epoch[1], rel=1e-9)
 
 
-def test_random_transforms_go_on_as_if_there_had_been_no_stop(tmp_path: Path) -> None:
+def test_trainer_resume_continues_random_transforms(tmp_path: Path) -> None:
     settings = Run((3, 5), tmp_path / "s.pt", save_every_steps=None, noisy=True)
     stopped = run(tmp_path / "stopped", (1, 1), Run(**{**vars(settings), "usr2": (1, 8)}))
     assert not stopped[0].finished
@@ -191,17 +188,17 @@ def test_random_transforms_go_on_as_if_there_had_been_no_stop(tmp_path: Path) ->
         assert torch.equal(found.weights, expected.weights)
 
 
-def test_a_rank_runs_no_more_samples_at_once_than_it_may(tmp_path: Path) -> None:
+def test_trainer_micro_batch_limits_a_forward_pass(tmp_path: Path) -> None:
     settings = Run((3, 5), tmp_path / "s.pt", epochs=1, stateful=False, options={"micro_batch": 2})
     assert [report.largest_batch for report in run(tmp_path, (1, 1), settings)] == [2, 2]
 
 
-def test_a_layer_that_was_set_to_eval_stays_so(tmp_path: Path) -> None:
+def test_trainer_keeps_a_layer_in_eval_mode(tmp_path: Path) -> None:
     [report] = run(tmp_path, (1,), Run((8,), tmp_path / "s.pt", frozen=True))
     assert report.own_batchnorm == [0.0] * 8
 
 
-def test_metrics_that_cannot_be_written_end_no_training(tmp_path: Path) -> None:
+def test_trainer_continues_without_a_failed_recorder(tmp_path: Path) -> None:
     with world(
         tmp_path, (1,), train, Run((8,), tmp_path / "s.pt", options={"recorders": [full_disk]})
     ) as running:
@@ -214,7 +211,7 @@ def test_metrics_that_cannot_be_written_end_no_training(tmp_path: Path) -> None:
         )
 
 
-def test_a_finished_run_that_is_started_again_records_nothing(tmp_path: Path) -> None:
+def test_trainer_started_again_when_finished_records_nothing(tmp_path: Path) -> None:
     settings = Run((8,), tmp_path / "s.pt", options={"metrics_path": str(tmp_path / "m.jsonl")})
     metrics = []
     for number in (1, 2):
@@ -223,7 +220,7 @@ def test_a_finished_run_that_is_started_again_records_nothing(tmp_path: Path) ->
     assert metrics[0] == metrics[1]
 
 
-def test_an_overflow_on_one_rank_is_one_on_all(tmp_path: Path) -> None:
+def test_trainer_overflow_on_one_rank_skips_on_all(tmp_path: Path) -> None:
     """fp16 with a sample that overflows: the step is skipped, the scale lowered, the same bits everywhere."""
     settings = Run(
         (3, 5),
@@ -246,16 +243,16 @@ def test_an_overflow_on_one_rank_is_one_on_all(tmp_path: Path) -> None:
         ({"stateful": False}, "belongs to another model or optimizer"),
         (
             {"options": {"shares": (4, 5)}},
-            r"shares \[4, 5\]: expected 2 of them with the sum 8, got 2 with 9",
+            r"shares \[4, 5\]: expected 2 shares with the sum 8, got 2 with the sum 9",
         ),
-        ({"options": {"micro_batch": 0}}, "micro_batch 0: at least one sample has to run at once"),
+        ({"options": {"micro_batch": 0}}, "micro_batch 0: expected at least 1"),
         (
             {"options": {"precision": "fp7"}},
             "precision 'fp7'; known are auto, bf16, fp16, fp32|precision 'fp7'; did you",
         ),
     ],
 )
-def test_a_run_that_does_not_fit_is_refused_on_every_rank(
+def test_trainer_refuses_what_does_not_fit_on_every_rank(
     tmp_path: Path, first_run: Path, changes: dict[str, Any], message: str
 ) -> None:
     with world(
@@ -270,12 +267,12 @@ def test_a_run_that_does_not_fit_is_refused_on_every_rank(
     assert re.search(message, logs), logs
 
 
-def test_a_snapshot_of_a_loop_of_one_s_own_is_refused(tmp_path: Path) -> None:
+def test_trainer_refuses_a_snapshot_of_another_loop(tmp_path: Path) -> None:
     Snapshot(tmp_path / "s.pt").save({"epoch": 3, "model": {}})
     with world(tmp_path, (1, 1), train, Run((3, 5), tmp_path / "s.pt")) as running:
         assert running.wait() == [2, 2]
         logs = running.all_logs()
-    assert "s.pt is not a Trainer's; it holds epoch, model" in logs
+    assert "s.pt was not written by a Trainer; it holds epoch, model" in logs
     assert "Traceback" not in logs
 
 
@@ -287,7 +284,7 @@ def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "s.pt"
 
 
-def test_records_tell_the_loss_of_all_samples(tmp_path: Path) -> None:
+def test_trainer_records_the_loss_of_all_samples(tmp_path: Path) -> None:
     settings = Run(
         (3, 5), tmp_path / "s.pt", epochs=1, stateful=False, options={"log_every_steps": 100}
     )
@@ -312,167 +309,33 @@ def test_records_tell_the_loss_of_all_samples(tmp_path: Path) -> None:
     assert training["loss"] == pytest.approx(loss_sum / 44, rel=1e-6)
 
 
-def archive(path: Path) -> Path:
-    generator = np.random.default_rng(0)
-    images = generator.integers(0, 256, (60, 32, 32, 3), dtype=np.uint8)
-    labels = np.arange(60) % 10
-    np.savez(
-        path,
-        train_images=images,
-        train_labels=labels,
-        test_images=images[:20],
-        test_labels=labels[:20],
-    )
-    return path
-
-
-def test_the_synthetic_example_learns_on_seven_ranks_and_goes_on(tmp_path: Path) -> None:
-    script = ROOT / "synthetic_data_example" / "train.py"
-    options = [
-        "--global-batch-size",
-        "101",
-        "--snapshot",
-        str(tmp_path / "s.pt"),
-        "--samples",
-        "600",
-    ]
-    options += ["--metrics", str(tmp_path / "m.jsonl")]
-    plan = {
-        "DDP_SLURM_SHARES": "5,24(x2),12(x4)",
-        "DDP_SLURM_WORLD_SIZE": "7",
-        "DDP_SLURM_TASKS_PER_NODE": "1,2,4",
-    }
-    for total in ("4", "6"):
-        with world(
-            tmp_path / total, (1, 2, 4), example, script, [total, "1", *options], environ=plan
-        ) as running:
-            assert running.results() == [None] * 7
-            log = running.log(0)
-            assert all(running.log(rank) == "" for rank in range(1, 7))
-    assert "resumed from" in log
-    assert "epoch 4 of 6 done" in log
-    assert "rank  node" in log
-    records = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
-    losses = [record["loss"] for record in records if record["kind"] == "evaluation"]
-    assert len(losses) == 6
-    assert losses[-1] < 0.6 * losses[0]
-    assert f"finished: step 36, loss {losses[-1]:.4f}, accuracy" in log
-
-
-def test_the_cifar10_example_trains_on_uneven_ranks(tmp_path: Path) -> None:
-    script = ROOT / "cifar10_example" / "train.py"
-    options = [
-        "1",
-        "1",
-        "--data",
-        str(archive(tmp_path / "c.npz")),
-        "--snapshot",
-        str(tmp_path / "s.pt"),
-    ]
-    with world(
-        tmp_path, (1, 2), example, script, options, environ={"DDP_SLURM_GLOBAL_BATCH_SIZE": "16"}
-    ) as running:
-        assert running.results() == [None] * 3
-        log = running.log(0)
-    assert "first optimizer step finished at" in log
-    assert "finished: step 4, loss" in log
-
-
-def test_the_learning_rate_follows_the_samples_after_a_resume_with_another_batch(
-    tmp_path: Path,
-) -> None:
-    script = ROOT / "cifar10_example" / "train.py"
-    fixed = [
-        "--data",
-        str(archive(tmp_path / "c.npz")),
-        "--snapshot",
-        str(tmp_path / "s.pt"),
-        "--batch-size",
-        "4",
-    ]
-    rates: dict[str, list[float]] = {}
-    for tasks, epochs in ((1,), "2"), ((1, 2), "4"):
-        options = [epochs, "1", *fixed, "--metrics", str(tmp_path / f"{epochs}.jsonl")]
-        with world(tmp_path / epochs, tasks, example, script, options) as running:
-            assert running.results() == [None] * sum(tasks)
-        records = [
-            json.loads(line) for line in (tmp_path / f"{epochs}.jsonl").read_text().splitlines()
-        ]
-        rates[epochs] = [record["learning_rate"] for record in records if record["kind"] == "train"]
-    assert rates["2"][-1] == pytest.approx(0)
-    # of each epoch's end: three and four quarters of the whole
-    assert rates["4"] == pytest.approx([0.2 * 1.25 * 0.25, 0])
-
-
-def test_an_example_without_data_fails_on_every_rank_with_a_message(tmp_path: Path) -> None:
-    script = ROOT / "cifar10_example" / "train.py"
-    with world(
-        tmp_path, (1, 1), example, script, ["1", "1", "--data", str(tmp_path / "none")]
-    ) as running:
-        statuses = running.wait()
-        logs = running.all_logs()
-    assert statuses == [2, 2]
-    assert "no CIFAR-10 at" in logs
-    assert "Traceback" not in logs
-
-
-def test_global_batch_of_the_command_line_wins(tmp_path: Path) -> None:
-    script = ROOT / "synthetic_data_example" / "train.py"
-    for number, (option, steps) in enumerate(
-        {"--batch-size": 13, "--global-batch-size": 25}.items()
-    ):
-        arguments = [
-            "1",
-            "1",
-            option,
-            "4",
-            "--samples",
-            "100",
-            "--snapshot",
-            str(tmp_path / f"{number}.pt"),
-        ]
-        with world(
-            tmp_path / str(number),
-            (1, 1),
-            example,
-            script,
-            arguments,
-            environ={"DDP_SLURM_GLOBAL_BATCH_SIZE": "50"},
-        ) as running:
-            assert running.results() == [None, None]
-            assert f"finished: step {steps}," in running.log(0)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--lr", "-1"], "argument --lr: '-1' is not a number > 0"),
-        (["--lr", "nan"], "argument --lr: 'nan' is not a number > 0"),
-        (["--clip-norm", "0"], "argument --clip-norm: '0' is not a number > 0"),
-        (["--weight-decay", "-0.1"], "argument --weight-decay: '-0.1' is not a number >= 0"),
-        (
-            ["--seed", "18446744073709551616"],
-            "argument --seed: '18446744073709551616' is not a whole number from 0 to",
-        ),
-        (["--batch-size", "0"], "argument --batch-size: '0' is not a whole number from 1 to"),
-    ],
-)
-def test_numbers_that_cannot_be_meant(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    message: str,
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["train.py", "1", "1", *words])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "cifar10_example" / "train.py"), run_name="__main__")
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_ranks_need_no_jinja2_no_rich_and_no_torchvision() -> None:
+def test_training_imports_no_jinja2_rich_or_torchvision() -> None:
     code = (
         "import sys, ddp_slurm.training, ddp_slurm.training.data; "
         "sys.exit(any(name in sys.modules for name in ('yaml', 'jinja2', 'rich', 'torchvision')))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def evaluate_plain_data(pipe: Connection) -> list[dict[str, float]]:
+    """Metrics before training, by default and of other data; everything given as a Dataset."""
+    with init_distributed() as world:
+        data = TensorDataset(*make_data(20, torch.float64))
+        model = make_model(torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        config = TrainerConfig(global_batch=7, total_epochs=1, quiet=True)
+        trainer = Trainer(world, model, optimizer, cross_entropy, data, DataLoader(data, 3), config)
+        before = [trainer.evaluate(), trainer.evaluate(TensorDataset(*data[:5]))]
+        return [*before, trainer.train().metrics]
+
+
+def test_trainer_evaluates_plain_data_sets_on_request(tmp_path: Path) -> None:
+    inputs, targets = make_data(20, torch.float64)
+    losses = [
+        cross_entropy(make_model(torch.float64)(inputs[:count]), targets[:count]).item()
+        for count in (20, 5)
+    ]
+    for whole, part, trained in run_world(tmp_path, (1, 2), evaluate_plain_data):
+        assert [whole["loss"], part["loss"]] == pytest.approx(losses)
+        assert [whole["samples"], part["samples"]] == [20, 5]
+        assert trained["loss"] < whole["loss"]

@@ -12,8 +12,9 @@ from ddp_slurm.training.process_group.startup_check import RankFacts
 
 PRECISIONS = ("auto", "fp32", "fp16", "bf16")
 
-# Tensor cores for fp16 from 7.0, for bf16 from 8.0. Source: CUDA programming guide, features by compute capability.
-NEEDED_CAPABILITY = {"fp32": (0, 0), "fp16": (7, 0), "bf16": (8, 0)}
+NEEDED_CAPABILITY = {"bf16": (8, 0), "fp16": (7, 0), "fp32": (0, 0)}
+"""The first compute capability that has tensor cores for it, in order of preference.
+Source: CUDA programming guide, features by compute capability."""
 
 
 class PrecisionError(DdpSlurmError):
@@ -22,31 +23,33 @@ class PrecisionError(DdpSlurmError):
 
 @dataclass(frozen=True)
 class Precision:
-    """``name`` is fp32, fp16 or bf16. fp32 is the plain one, without autocast."""
+    """``name`` is fp32, fp16 or bf16; fp32 runs without autocast."""
 
     name: str
     device_type: str
 
     def autocast(self) -> AbstractContextManager[object]:
-        """The context for forward and loss; backward stays outside."""
+        """The context of forward and loss; backward stays outside."""
         if self.name == "fp32":
             return contextlib.nullcontext()
-        return torch.autocast(
-            self.device_type, torch.float16 if self.name == "fp16" else torch.bfloat16
-        )
+        dtype = torch.float16 if self.name == "fp16" else torch.bfloat16
+        return torch.autocast(self.device_type, dtype)
 
     def grad_scaler(self) -> torch.amp.GradScaler:
-        """A scaler that does something with fp16 only; use it in every precision.
+        """A scaler that is active with fp16 only; use it in every precision.
 
-        All ranks find the same overflow, since they look at the same reduced gradients: they skip the same steps.
+        All ranks find the same overflow, since they look at the same reduced gradients: they skip
+        the same steps.
         """
         return torch.amp.GradScaler(self.device_type, enabled=self.name == "fp16")
 
 
 def choose_precision(wanted: str, ranks: Sequence[RankFacts]) -> Precision:
-    """The wanted precision; ``auto`` is the first of bf16, fp16, fp32 that all cards compute in hardware.
+    """The wanted precision; ``auto`` is the first of bf16, fp16, fp32 that all cards support.
 
-    On CPUs ``auto`` is fp32; the others work there too, slowly. Raises PrecisionError, naming rank, node and card.
+    On CPUs ``auto`` is fp32; the others work there too, slowly.
+
+    Raises PrecisionError with rank, node and card.
     """
     if wanted not in PRECISIONS:
         raise PrecisionError(f"precision {wanted!r}{did_you_mean(wanted, list(PRECISIONS))}")
@@ -54,18 +57,19 @@ def choose_precision(wanted: str, ranks: Sequence[RankFacts]) -> Precision:
         return Precision("fp32" if wanted == "auto" else wanted, "cpu")
     if wanted == "auto":
         weakest = min(fact.compute_capability for fact in ranks)
-        return Precision(
-            next(p for p in ("bf16", "fp16", "fp32") if NEEDED_CAPABILITY[p] <= weakest), "cuda"
-        )
+        supported = [name for name, needed in NEEDED_CAPABILITY.items() if needed <= weakest]
+        return Precision(supported[0], "cuda")
     needed = NEEDED_CAPABILITY[wanted]
     unable = [fact for fact in ranks if fact.compute_capability < needed]
     if unable:
-        cards = ", ".join(
-            f"{fact.place} has {fact.device_name} with {fact.compute_capability[0]}.{fact.compute_capability[1]}"
-            for fact in unable
-        )
+        cards = ", ".join(_card(fact) for fact in unable)
         raise PrecisionError(
-            f"precision {wanted} needs compute capability {needed[0]}.{needed[1]} on every rank, but {cards}; "
-            "'auto' takes one that all ranks can do"
+            f"precision {wanted} needs compute capability {needed[0]}.{needed[1]} on every rank, "
+            f"but {cards}; 'auto' takes one that all ranks support"
         )
     return Precision(wanted, "cuda")
+
+
+def _card(fact: RankFacts) -> str:
+    major, minor = fact.compute_capability
+    return f"{fact.place} has {fact.device_name} with {major}.{minor}"

@@ -13,71 +13,83 @@ from ddp_slurm.training.trainer.report import ProgressPrinter, first_step_line, 
 if TYPE_CHECKING:
     from ddp_slurm.training.trainer import Trainer
 
+LEAST_STEPS_BETWEEN_REPORTS = 20
+
 
 class Progress:
-    """Times the steps and reports them; every rank keeps one, since the sums are reduced."""
+    """Times the steps of an epoch and reports them. Every rank has one: the sums are reduced."""
 
     def __init__(self, trainer: Trainer, steps: int) -> None:
-        self.trainer, self.steps = trainer, steps
-        self.printer = ProgressPrinter(steps) if trainer.speaks else None
-        self.since, self.started = time.perf_counter(), time.perf_counter()
+        self.trainer = trainer
+        self.steps = steps
+        self.printer = ProgressPrinter(steps) if trainer._prints else None
+        whole_epoch = -(-trainer.sampler.length // trainer.sampler.global_batch)
+        self.steps_of_an_epoch = whole_epoch
+        tenth = max(LEAST_STEPS_BETWEEN_REPORTS, whole_epoch // 10)
+        self.every = trainer.config.log_every_steps or tenth
+        self.started = time.perf_counter()
+        self.since = self.started
 
     def after_step(self, index: int) -> None:
-        trainer = self.trainer
-        if trainer.step == 1:
-            if trainer.world.device.type == "cuda":
-                torch.cuda.synchronize(trainer.world.device)
-            if trainer.speaks:
-                say(first_step_line(trainer.world.rendezvous_seconds))
-        if (index + 1) % trainer.log_every_steps == 0 or index + 1 == self.steps:
-            self._report(index)
-
-    def _report(self, index: int) -> None:
-        trainer, world = self.trainer, self.trainer.world
-        sums = torch.zeros(world.world_size, 2, dtype=torch.float64)  # of each rank: loss, samples
-        sums[world.rank, 0], sums[world.rank, 1] = (
-            trainer.loss_sum.item(),
-            trainer.loss_samples,
-        )  # waits for the GPU
-        now = time.perf_counter()
-        dist.all_reduce(sums, group=world.control)
-        trainer.loss_sum.zero_()
-        trainer.loss_samples = 0
-        if world.rank == 0:
-            losses, counts = sums.unbind(dim=1)
-            loss = (losses.sum() / counts.sum()).item()
-            rates = (counts / (now - self.since)).tolist()
-            done = index + 1
-            epochs_left = trainer.total_epochs - trainer.epoch - 1
-            steps_left = (
-                self.steps
-                - done
-                + epochs_left * -(-trainer.sampler.length // trainer.sampler.global_batch)
-            )
-            line = progress_line(
-                epoch=trainer.epoch + 1,
-                epochs=trainer.total_epochs,
-                step=done,
-                steps=self.steps,
-                loss=loss,
-                rates=rates,
-                left_seconds=(now - self.started) / done * steps_left,
-            )
-            if self.printer is not None:
-                self.printer.update(done, line)
-            trainer.record(
-                {
-                    "kind": "train",
-                    "epoch": trainer.epoch + 1,
-                    "step": trainer.step,
-                    "loss": loss,
-                    "images_per_second": sum(rates),
-                    "images_per_second_by_rank": rates,
-                    "learning_rate": trainer.optimizer.param_groups[0]["lr"],
-                }
-            )
-        self.since = now
+        if self.trainer.step == 1:
+            self._report_first_step()
+        if (index + 1) % self.every == 0 or index + 1 == self.steps:
+            self._report(index + 1)
 
     def close(self) -> None:
         if self.printer is not None:
             self.printer.close()
+
+    def _report_first_step(self) -> None:
+        world = self.trainer.world
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+        if self.printer is not None:
+            say(first_step_line(world.rendezvous_seconds))
+
+    def _report(self, done: int) -> None:
+        world, loss_sum = self.trainer.world, self.trainer.optimizer_step.loss_sum
+        # Of each rank: sum of losses, samples.
+        sums = torch.zeros(world.world_size, 2, dtype=torch.float64)
+        sums[world.rank, 0] = loss_sum.total()
+        sums[world.rank, 1] = loss_sum.samples
+        now = time.perf_counter()
+        dist.all_reduce(sums, group=world.control)
+        loss_sum.reset()
+        if world.rank == 0:
+            losses, counts = sums.unbind(dim=1)
+            loss = (losses.sum() / counts.sum()).item()
+            rates = (counts / (now - self.since)).tolist()
+            self._print(done, loss, rates, now)
+            self._record(loss, rates)
+        self.since = now
+
+    def _print(self, done: int, loss: float, rates: list[float], now: float) -> None:
+        if self.printer is None:
+            return
+        epoch, epochs = self.trainer.epoch + 1, self.trainer.config.total_epochs
+        steps_left = self.steps - done + (epochs - epoch) * self.steps_of_an_epoch
+        seconds_a_step = (now - self.started) / done
+        line = progress_line(
+            epoch=epoch,
+            epochs=epochs,
+            step=done,
+            steps=self.steps,
+            loss=loss,
+            rates=rates,
+            left_seconds=seconds_a_step * steps_left,
+        )
+        self.printer.update(done, line)
+
+    def _record(self, loss: float, rates: list[float]) -> None:
+        self.trainer.records(
+            {
+                "kind": "train",
+                "epoch": self.trainer.epoch + 1,
+                "step": self.trainer.step,
+                "loss": loss,
+                "images_per_second": sum(rates),
+                "images_per_second_by_rank": rates,
+                "learning_rate": self.trainer.optimizer.param_groups[0]["lr"],
+            }
+        )

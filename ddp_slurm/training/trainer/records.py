@@ -1,13 +1,16 @@
 """Where a run's metrics go: one record (a flat dict) at a time, on rank 0."""
 
 import csv
+import io
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.files import write_whole
+from ddp_slurm.training.trainer.report import say
 
 Record = dict[str, Any]
 Recorder = Callable[[Record], None]
@@ -22,24 +25,45 @@ COLUMNS = (
     "learning_rate",
     "seconds",
 )
+INCOMPLETE_LINE = 2**63
+"""The step of a line that a kill cut off: after any snapshot's."""
+
+
+class Records:
+    """Gives each record to all recorders. One that cannot write is left out from then on."""
+
+    def __init__(self, recorders: Sequence[Recorder]) -> None:
+        self._recorders = list(recorders)
+
+    def add(self, recorder: Recorder) -> None:
+        self._recorders.append(recorder)
+
+    def __call__(self, record: Record) -> None:
+        for recorder in list(self._recorders):
+            try:
+                recorder(record)
+            except OSError as error:
+                self._recorders.remove(recorder)
+                say(f"warning: metrics are no longer written: {error}")
 
 
 class JsonLines:
     """Appends each record as one line of JSON.
 
-    A resumed run first drops the records after the snapshot's step, so that the file reads like one run's.
+    A resumed run first drops the records after the snapshot's step, so that the file reads like
+    that of one run.
     """
 
     def __init__(self, path: str | Path, resumed_step: int = 0) -> None:
         self.path = Path(path).expanduser()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            kept = [
-                line
-                for line in self.path.read_text().splitlines()
-                if _step_of(line) <= resumed_step
-            ]
-            _replace_text(self.path, "".join(f"{line}\n" for line in kept if resumed_step))
+        if not self.path.exists():
+            return
+        kept = []
+        if resumed_step:
+            lines = self.path.read_text().splitlines()
+            kept = [line for line in lines if _step_of(line) <= resumed_step]
+        write_whole(self.path, "".join(f"{line}\n" for line in kept))
 
     def __call__(self, record: Record) -> None:
         with open(self.path, "a") as file:
@@ -47,23 +71,27 @@ class JsonLines:
 
 
 class CsvFile:
-    """Appends each record as one line with the columns ``COLUMNS``; resumes as ``JsonLines`` does."""
+    """Appends each record as one line with the columns ``COLUMNS``; resumes as JsonLines does."""
 
     def __init__(self, path: str | Path, resumed_step: int = 0) -> None:
         self.path = Path(path).expanduser()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept: list[Record] = []
+        text = io.StringIO(newline="")
+        writer = _csv_writer(text)
+        writer.writeheader()
         if self.path.exists() and resumed_step:
-            with open(self.path, newline="") as file:
-                kept = [row for row in csv.DictReader(file) if (row.get("step") or "").isdigit()]
-                kept = [row for row in kept if int(row["step"]) <= resumed_step]
-        _replace_text(self.path, ",".join(COLUMNS) + "\n")
-        for row in kept:
-            self(row)
+            writer.writerows(self._rows_until(resumed_step))
+        write_whole(self.path, text.getvalue())
+
+    def _rows_until(self, step: int) -> list[Record]:
+        with open(self.path, newline="") as file:
+            rows = list(csv.DictReader(file))
+        numbered = [row for row in rows if (row.get("step") or "").isdigit()]
+        return [row for row in numbered if int(row["step"]) <= step]
 
     def __call__(self, record: Record) -> None:
         with open(self.path, "a", newline="") as file:
-            csv.DictWriter(file, COLUMNS, restval="", extrasaction="ignore").writerow(record)
+            _csv_writer(file).writerow(record)
 
 
 class TensorBoard:
@@ -86,7 +114,10 @@ class TensorBoard:
 
 
 def open_recorder(path: str, resumed_step: int = 0) -> Recorder:
-    """The recorder that a path asks for: ``.csv``, ``.jsonl``, or a folder for TensorBoard (with a trailing slash)."""
+    """The recorder for a path: ``.csv``, ``.jsonl``, or a TensorBoard folder (trailing slash).
+
+    Raises DdpSlurmError with the path if it has another ending or cannot be written.
+    """
     try:
         if path.endswith("/"):
             return TensorBoard(path, resumed_step)
@@ -101,14 +132,12 @@ def open_recorder(path: str, resumed_step: int = 0) -> Recorder:
     )
 
 
+def _csv_writer(file: Any) -> "csv.DictWriter[str]":
+    return csv.DictWriter(file, COLUMNS, restval="", extrasaction="ignore")
+
+
 def _step_of(line: str) -> int:
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return 2**63  # a line cut off by a kill
-
-
-def _replace_text(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.writing")
-    temporary.write_text(text)
-    temporary.replace(path)
+        return INCOMPLETE_LINE

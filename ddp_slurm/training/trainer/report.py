@@ -1,4 +1,7 @@
-"""What rank 0 prints: the table of ranks, progress, the first step. rich on a terminal, plain lines in a log."""
+"""What rank 0 prints: the table of ranks, progress, the first step.
+
+With rich on a terminal, as plain lines in a log.
+"""
 
 import os
 import sys
@@ -15,7 +18,10 @@ IMPORTED_AT = time.time()
 
 
 def process_started_at() -> float:
-    """Seconds since 1970 at which this process started. Source: proc(5), /proc/PID/stat, field 22."""
+    """Seconds since 1970 at the start of this process.
+
+    Source: proc(5), /proc/PID/stat, field 22.
+    """
     with open("/proc/self/stat") as file:
         ticks = int(file.read().rpartition(")")[2].split()[19])
     with open("/proc/uptime") as file:
@@ -23,34 +29,35 @@ def process_started_at() -> float:
     return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def rank_table(ranks: Sequence[RankFacts], shares: Sequence[int]) -> str:
-    """The table of ranks as plain text."""
-    rows = [("rank", "node", "local rank", "device", "share")]
+RANK_COLUMNS = ("rank", "node", "local rank", "device", "share")
+
+
+def rank_rows(ranks: Sequence[RankFacts], shares: Sequence[int]) -> list[tuple[str, ...]]:
+    """The cells of the table of ranks, one row a rank, as in ``RANK_COLUMNS``."""
+    rows: list[tuple[str, ...]] = []
     for fact, share in zip(ranks, shares, strict=True):
         device = f"cuda:{fact.device_index} {fact.device_name}" if fact.visible_gpus else "cpu"
         rows.append((str(fact.rank), fact.node_name, str(fact.local_rank), device, str(share)))
-    return table(rows)
+    return rows
 
 
 def print_rank_table(ranks: Sequence[RankFacts], shares: Sequence[int]) -> None:
-    """``rank_table`` on standard output, with lines around it on a terminal."""
-    if _is_terminal():
-        from rich.console import Console
-        from rich.table import Table
+    """Print the table of ranks; on a terminal with lines around it."""
+    rows = rank_rows(ranks, shares)
+    if not _is_terminal():
+        say(table([RANK_COLUMNS, *rows]))
+        return
+    from rich.console import Console
+    from rich.table import Table
 
-        table = Table(
-            "rank", "node", "local rank", "device", "share", title=f"world of {len(ranks)}"
-        )
-        for line in rank_table(ranks, shares).splitlines()[1:]:
-            rank, node, local, *device, share = line.split()
-            table.add_row(rank, node, local, " ".join(device), share)
-        Console().print(table)
-    else:
-        say(rank_table(ranks, shares))
+    framed = Table(*RANK_COLUMNS, title=f"world of {len(ranks)}")
+    for row in rows:
+        framed.add_row(*row)
+    Console().print(framed)
 
 
 def say(text: str) -> None:
-    """Print a line at once: a log is read while the job runs, and a killed process flushes nothing."""
+    """Print a line at once: logs are read during a job, and a killed process flushes nothing."""
     print(text, flush=True)
 
 
@@ -64,19 +71,20 @@ def progress_line(
     rates: Sequence[float],
     left_seconds: float,
 ) -> str:
-    """``epoch 2/5  step 30/98  loss 1.2345  5,230 images/s (ranks: 400 1,210 ...)  ETA 0:01:02``."""
+    """``epoch 2/5  step 30/98  loss 1.2345  1,610 images/s (ranks: 400 1,210)  ETA 0:01:02``."""
     if len(rates) <= MOST_RANKS_IN_A_LINE:
         by_rank = " ".join(f"{rate:,.0f}" for rate in rates)
     else:
         by_rank = f"{min(rates):,.0f} to {max(rates):,.0f}"
+    left = timedelta(seconds=round(left_seconds))
     return (
-        f"epoch {epoch}/{epochs}  step {step}/{steps}  loss {loss:.4f}  {sum(rates):,.0f} images/s "
-        f"(ranks: {by_rank})  ETA {timedelta(seconds=round(left_seconds))}"
+        f"epoch {epoch}/{epochs}  step {step}/{steps}  loss {loss:.4f}  "
+        f"{sum(rates):,.0f} images/s (ranks: {by_rank})  ETA {left}"
     )
 
 
 class ProgressPrinter:
-    """Prints progress lines; on a terminal above a bar of the epoch."""
+    """Prints progress lines; on a terminal above a progress bar of the epoch."""
 
     def __init__(self, total_steps: int) -> None:
         self._bar = None
@@ -100,14 +108,14 @@ class ProgressPrinter:
 
 
 def first_step_line(rendezvous_seconds: float) -> str:
-    """When the first optimizer step was finished, and where the seconds since the start of the process went."""
+    """When the first optimizer step was finished, and what the time until then was spent on."""
     now, started = time.time(), process_started_at()
     imports = IMPORTED_AT - started
     rest = now - started - imports - rendezvous_seconds
     stamp = datetime.fromtimestamp(now).isoformat(timespec="milliseconds")
     return (
-        f"first optimizer step finished at {stamp}, {now - started:.2f} s after the process started: "
-        f"python and imports {imports:.2f} s, rendezvous {rendezvous_seconds:.2f} s, "
+        f"first optimizer step finished at {stamp}, {now - started:.2f} s after the process "
+        f"started: python and imports {imports:.2f} s, rendezvous {rendezvous_seconds:.2f} s, "
         f"data, model and step {rest:.2f} s"
     )
 

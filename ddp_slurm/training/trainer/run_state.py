@@ -1,4 +1,4 @@
-"""A Trainer's whole state as a snapshot's plain values, and back, on this or another number of ranks."""
+"""A Trainer's whole state as a snapshot's plain values, and back, also on other ranks."""
 
 from __future__ import annotations
 
@@ -14,38 +14,44 @@ if TYPE_CHECKING:
 
 
 def run_state(trainer: Trainer) -> dict[str, Any]:
-    """All ranks call it; only rank 0's result is whole.
+    """The state to save. All ranks call it; only rank 0's result is complete.
 
-    ``model`` holds BatchNorm statistics averaged over the ranks. ``ranks`` holds what only the same rank of the same
-    world can use: its random generators, its own statistics and its sums since the last report.
+    ``model`` has BatchNorm statistics averaged over the ranks. ``ranks`` holds what only the same
+    rank of the same world can use: its random generators, its own statistics and its sums since
+    the last report.
     """
+    world, loss_sum = trainer.world, trainer.optimizer_step.loss_sum
     model = {name: tensor.detach() for name, tensor in trainer.module.state_dict().items()}
     model.update(trainer.batchnorm.averaged())
     own = {
-        "random": random_state(trainer.world.device),
+        "random": random_state(world.device),
         "batchnorm": trainer.batchnorm.own_state(),
-        "loss": [trainer.loss_sum.item(), trainer.loss_samples],
+        "loss": [loss_sum.total(), loss_sum.samples],
     }
-    rows: list[dict[str, Any] | None] = [None] * trainer.world.world_size
-    dist.gather_object(
-        own, rows if trainer.world.rank == 0 else None, dst=0, group=trainer.world.control
-    )
+    rows: list[dict[str, Any] | None] | None = None
+    if world.rank == 0:
+        rows = [None] * world.world_size
+    dist.gather_object(own, rows, dst=0, group=world.control)
+    scheduler = trainer.scheduler
     return {
         "epoch": trainer.epoch,
         "samples_done": trainer.samples_done,
         "step": trainer.step,
-        "seed": trainer.seed,
+        "seed": trainer.config.seed,
         "train_samples": len(trainer.train_data),
         "model": model,
         "optimizer": trainer.optimizer.state_dict(),
-        "scheduler": trainer.scheduler.state_dict() if trainer.scheduler is not None else None,
-        "scaler": trainer.scaler.state_dict(),
+        "scheduler": scheduler.state_dict() if scheduler is not None else None,
+        "scaler": trainer.optimizer_step.scaler.state_dict(),
         "ranks": rows,
     }
 
 
 def load_run_state(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Raises SnapshotError, on every rank, where the snapshot belongs to another model, data set or seed."""
+    """Continue from ``state``.
+
+    Raises SnapshotError, on every rank, if it belongs to another model, data set or seed.
+    """
     _check_same(trainer, state)
     try:
         trainer.module.load_state_dict(state["model"])
@@ -53,41 +59,37 @@ def load_run_state(trainer: Trainer, state: dict[str, Any]) -> None:
         if trainer.scheduler is not None and state["scheduler"] is not None:
             trainer.scheduler.load_state_dict(state["scheduler"])
         if state["scaler"]:
-            trainer.scaler.load_state_dict(state["scaler"])
+            trainer.optimizer_step.scaler.load_state_dict(state["scaler"])
     except (RuntimeError, ValueError, KeyError) as error:
         raise SnapshotError(
             f"the snapshot {_path(trainer)} belongs to another model or optimizer: {error}"
         ) from error
-    trainer.epoch, trainer.samples_done, trainer.step = (
-        state["epoch"],
-        state["samples_done"],
-        state["step"],
-    )
+    trainer.epoch = state["epoch"]
+    trainer.samples_done = state["samples_done"]
+    trainer.step = state["step"]
     if len(state["ranks"]) == trainer.world.world_size:
         own = state["ranks"][trainer.world.rank]
         set_random_state(own["random"], trainer.world.device)
         trainer.batchnorm.load_own_state(own["batchnorm"])
-        loss_sum, trainer.loss_samples = own["loss"]
-        trainer.loss_sum.fill_(loss_sum)
+        trainer.optimizer_step.loss_sum.reset(*own["loss"])
 
 
 def _check_same(trainer: Trainer, state: dict[str, Any]) -> None:
-    samples = len(trainer.train_data)
+    path, samples, seed = _path(trainer), len(trainer.train_data), trainer.config.seed
     if not {"train_samples", "seed", "ranks"} <= state.keys():
-        raise SnapshotError(
-            f"the snapshot {_path(trainer)} is not a Trainer's; it holds {', '.join(map(str, state)) or 'nothing'}"
-        )
+        keys = ", ".join(map(str, state)) or "nothing"
+        raise SnapshotError(f"the snapshot {path} was not written by a Trainer; it holds {keys}")
     if state["train_samples"] != samples:
         raise SnapshotError(
-            f"the snapshot {_path(trainer)} was made with {state['train_samples']} training samples, "
+            f"the snapshot {path} was made with {state['train_samples']} training samples, "
             f"now there are {samples}"
         )
-    if state["seed"] != trainer.seed:
+    if state["seed"] != seed:
         raise SnapshotError(
-            f"the snapshot {_path(trainer)} was made with the seed {state['seed']}, now it is {trainer.seed}: the "
-            "order of the samples would change within the run"
+            f"the snapshot {path} was made with the seed {state['seed']}, now it is {seed}: "
+            "the order of the samples would change within the run"
         )
 
 
 def _path(trainer: Trainer) -> str:
-    return str(trainer.snapshot.path) if trainer.snapshot is not None else ""
+    return str(trainer.config.snapshot.path) if trainer.config.snapshot is not None else ""

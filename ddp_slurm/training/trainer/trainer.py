@@ -1,72 +1,65 @@
-"""The examples' training loop: uneven ranks, exact gradients, snapshots, a clean stop before the time limit."""
+"""A training loop for uneven ranks: exact gradients, snapshots, a stop before the time limit."""
 
-import contextlib
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_slurm.balance import BalanceError
-from ddp_slurm.training.data import Source
+from ddp_slurm.job_env import JobEnv
+from ddp_slurm.training.data import DataError, Source, as_source
 from ddp_slurm.training.process_group import World
 from ddp_slurm.training.process_group.stop_vote import StopVote
-from ddp_slurm.training.snapshot import Snapshot, SnapshotError
-from ddp_slurm.training.trainer.evaluation import LossFunction, evaluate
+from ddp_slurm.training.snapshot import SnapshotError
+from ddp_slurm.training.trainer.config import TrainerConfig
+from ddp_slurm.training.trainer.evaluation import evaluate
 from ddp_slurm.training.trainer.precision import choose_precision
 from ddp_slurm.training.trainer.progress import Progress
-from ddp_slurm.training.trainer.records import Recorder, open_recorder
+from ddp_slurm.training.trainer.records import Records, open_recorder
 from ddp_slurm.training.trainer.report import print_rank_table, say
 from ddp_slurm.training.trainer.run_state import load_run_state, run_state
+from ddp_slurm.training.trainer.step import OptimizerStep
 from ddp_slurm.training.uneven.batchnorm import BatchNormStatistics
 from ddp_slurm.training.uneven.calibrate import TrainingStep, measured_shares
-from ddp_slurm.training.uneven.gradients import (
-    has_sync_batchnorm,
-    loss_weight,
-    no_sample_loss,
-    wrap_model,
-)
+from ddp_slurm.training.uneven.gradients import LossFunction
 from ddp_slurm.training.uneven.sampler import BalancedSampler, seed_of
+
+EVALUATION_BATCH = 512
+"""The most samples of one forward pass in an evaluation."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a training ended. ``finished`` is False when it stopped early, with a snapshot, because of a signal."""
+    """How a training ended."""
 
     finished: bool
+    """False if a signal stopped it early, with a snapshot to resume from."""
     step: int
+    """Optimizer steps, those before a resume included."""
     metrics: dict[str, float]
+    """Of the last evaluation; empty without one."""
 
 
 class Trainer:
-    """Trains ``model`` for ``total_epochs``, resuming from ``snapshot`` where there is one.
+    """Trains a model for ``config.total_epochs``, resuming from ``config.snapshot`` if it exists.
 
     Args:
         world: from ``init_distributed``.
-        model: on ``world.device``, with the same weights on every rank or none that matter (DDP sends rank 0's).
+        model: on ``world.device``, without DistributedDataParallel: the Trainer adds it.
         optimizer: over the model's parameters.
-        loss_function: (outputs, targets) to the mean loss over the samples.
-        train_data, eval_data: see ``data.Source``.
-        global_batch: samples of one optimizer step over all ranks; the same update however they are shared out.
-        shares: samples per rank; None takes the job's plan, or with DDP_SLURM_BALANCE=measured measures the ranks.
-        micro_batch: the most samples a rank runs at once; a larger share is accumulated.
-        scheduler: stepped after every optimizer step; one that follows ``progress`` also fits a run that is resumed
-            with another global batch.
-        precision: ``auto``, ``fp32``, ``fp16`` or ``bf16``, see ``precision``.
-        clip_norm: the largest norm of the whole gradient.
-        save_every_epochs, save_every_steps: when to write a snapshot; the end of the training always does.
-        log_every_steps: how often to report; None is ten times an epoch, but not before 20 steps. Its end always is.
-        recorders: functions that get every record on rank 0, see ``records``.
-        metrics_path: a .jsonl or .csv file or a TensorBoard folder for the records, continued by a resumed run.
-        seed: of the order of samples and of each rank's random generators.
-        quiet: print nothing but warnings; the recorders still get everything.
+        loss_function: (outputs, targets) to the mean loss over the samples, a scalar.
+        train_data, eval_data: a Source, a map-style Dataset of (input, target), or a DataLoader of
+            one (its data set, ``collate_fn`` and ``num_workers`` are used).
+        config: see TrainerConfig.
+        settings: fields of TrainerConfig, instead of ``config`` or in place of some of its values.
+
+    Raises a DdpSlurmError (BalanceError, DataError, PrecisionError) on every rank for settings
+    that do not fit the world or the data.
     """
 
     def __init__(
@@ -75,116 +68,118 @@ class Trainer:
         model: nn.Module,
         optimizer: Optimizer,
         loss_function: LossFunction,
-        train_data: Source,
-        eval_data: Source | None = None,
-        *,
-        global_batch: int,
-        total_epochs: int,
-        shares: Sequence[int] | None = None,
-        micro_batch: int | None = None,
-        scheduler: LRScheduler | None = None,
-        precision: str = "auto",
-        clip_norm: float | None = None,
-        snapshot: Snapshot | None = None,
-        save_every_epochs: int = 1,
-        save_every_steps: int | None = None,
-        log_every_steps: int | None = None,
-        recorders: Sequence[Recorder] = (),
-        metrics_path: str | None = None,
-        seed: int = 0,
-        quiet: bool = False,
+        train_data: Any,
+        eval_data: Any = None,
+        config: TrainerConfig | None = None,
+        **settings: Any,
     ) -> None:
-        self.world, self.module, self.optimizer, self.scheduler = world, model, optimizer, scheduler
-        self.loss_function, self.train_data, self.eval_data = loss_function, train_data, eval_data
-        self.total_epochs, self.clip_norm, self.seed = total_epochs, clip_norm, seed
-        self.snapshot, self.recorders = snapshot, list(recorders)
-        self.metrics_path = metrics_path if world.rank == 0 else None
-        self.speaks = world.rank == 0 and not quiet
-        self.save_every_epochs, self.save_every_steps = save_every_epochs, save_every_steps
-        self.precision = choose_precision(precision, world.ranks)
-        self.scaler = self.precision.grad_scaler()
-        self.micro_batch = global_batch if micro_batch is None else micro_batch
-        self.eval_batch = min(512, micro_batch or 512)
-        if self.micro_batch < 1:
-            raise BalanceError(f"micro_batch {micro_batch}: at least one sample has to run at once")
-        if len(train_data) == 0:
-            raise BalanceError("the training data hold no sample")
-        if shares is None:
-            shares = self._choose_shares(global_batch)
-        if len(shares) != world.world_size or sum(shares) != global_batch:
-            raise BalanceError(
-                f"shares {list(shares)}: expected {world.world_size} of them with the sum {global_batch}, "
-                f"got {len(shares)} with {sum(shares)}"
-            )
-        self.sampler = BalancedSampler(len(train_data), shares, world.rank, seed=seed)
-        self.log_every_steps = log_every_steps or max(20, len(self.sampler) // 10)
+        config = replace(config, **settings) if config else TrainerConfig(**settings)
+        self.world = world
+        self.module = model
+        self.optimizer = optimizer
+        self.scheduler = config.scheduler
+        self.loss_function = loss_function
+        self.config = config
+        self.train_data: Source = as_source(train_data, world.device)
+        self.eval_data: Source | None = None
+        if eval_data is not None:
+            self.eval_data = as_source(eval_data, world.device)
+        self.precision = choose_precision(config.precision, world.ranks)
+        self.sampler = self._make_sampler()
         self.batchnorm = BatchNormStatistics(model)
-        self.syncs_batchnorm = has_sync_batchnorm(model)
-        self.model: nn.Module = model
-        if world.world_size > 1:
-            self.model = wrap_model(model, world.device)
-        self.vote = StopVote(world.control)
-        self.epoch, self.samples_done, self.step = 0, 0, 0
-        # Since the last report: the sum of the samples' losses, and their number.
-        self.loss_sum, self.loss_samples = (
-            torch.zeros((), dtype=torch.float64, device=world.device),
-            0,
+        self.optimizer_step = OptimizerStep(
+            world, model, optimizer, loss_function, self.precision, config
         )
-        torch.manual_seed(seed_of(seed, world.rank, "rank"))
+        self.epoch, self.samples_done, self.step = 0, 0, 0
+        self.records = Records(config.recorders)
+        self._prints = world.rank == 0 and not config.quiet
+        self._vote = StopVote(world.control)
+        torch.manual_seed(seed_of(config.seed, world.rank, "rank"))
 
     @property
     def progress(self) -> float:
-        """Which part of the whole training is done, by samples: 0 at its start, 1 at its end."""
-        return (self.epoch + self.samples_done / len(self.train_data)) / self.total_epochs
+        """The part of the whole training that is done, by samples: 0 at its start, 1 at its end."""
+        epochs_done = self.epoch + self.samples_done / len(self.train_data)
+        return epochs_done / self.config.total_epochs
 
-    def _choose_shares(self, global_batch: int) -> list[int]:
-        if os.environ.get("DDP_SLURM_BALANCE") != "measured":
-            return self.world.planned_shares(global_batch)
+    def train(self) -> Result:
+        """Run to the end, or to a stop that a signal requested. All ranks return the same."""
+        self._resume()
+        if self.config.metrics_path is not None and self.world.rank == 0:
+            self.records.add(open_recorder(self.config.metrics_path, self.step))
+        if self._prints:
+            print_rank_table(self.world.ranks, self.sampler.shares)
+        if not self.module.training:  # layers that were set to eval() one by one stay so
+            self.module.train()
+        metrics: dict[str, float] = {}
+        if self.epoch >= self.config.total_epochs and self.eval_data is not None:
+            metrics = self.evaluate()  # of a run that had ended: its record exists
+        while self.epoch < self.config.total_epochs:
+            if not self._train_epoch():
+                self._stop_early()
+                return Result(False, self.step, metrics)
+            metrics = self._end_epoch()
+        self._vote.result()
+        return Result(True, self.step, metrics)
+
+    def evaluate(self, data: Any = None) -> dict[str, float]:
+        """Loss, accuracy (if the targets are class numbers) and number of samples of ``data``.
+
+        ``data`` is what ``eval_data`` may be, and by default that. Every sample counts once. All
+        ranks call it and get the same values; their BatchNorm statistics are averaged before.
+
+        Raises DataError if there are no data, or no samples in them.
+        """
+        source = self.eval_data if data is None else as_source(data, self.world.device)
+        if source is None:
+            raise DataError("nothing to evaluate: the Trainer was given no eval_data")
+        self.batchnorm.synchronize()
+        metrics = evaluate(
+            self.module,
+            source,
+            self.loss_function,
+            rank=self.world.rank,
+            shares=self.sampler.shares,
+            precision=self.precision,
+            batch_size=min(EVALUATION_BATCH, self.config.micro_batch or EVALUATION_BATCH),
+        )
+        if self._prints:
+            accuracy = f"  accuracy {metrics['accuracy']:.4f}" if "accuracy" in metrics else ""
+            place = f"epoch {self.epoch}/{self.config.total_epochs}"
+            say(f"{place}  evaluation loss {metrics['loss']:.4f}{accuracy}")
+        return metrics
+
+    def _make_sampler(self) -> BalancedSampler:
+        config, world = self.config, self.world
+        if len(self.train_data) == 0:
+            raise BalanceError("the training data have no samples")
+        shares = config.shares if config.shares is not None else self._choose_shares()
+        if len(shares) != world.world_size or sum(shares) != config.global_batch:
+            raise BalanceError(
+                f"shares {list(shares)}: expected {world.world_size} shares with the sum "
+                f"{config.global_batch}, got {len(shares)} with the sum {sum(shares)}"
+            )
+        return BalancedSampler(len(self.train_data), shares, world.rank, seed=config.seed)
+
+    def _choose_shares(self) -> Sequence[int]:
+        config, world = self.config, self.world
+        if JobEnv.from_environ().balance != "measured":
+            return world.planned_shares(config.global_batch)
         step = TrainingStep(
             self.module,
             self.loss_function,
             self._any_batch,
-            self.world.device,
+            world.device,
             self.precision.autocast,
         )
-        return measured_shares(step, global_batch, self.world.control, self.micro_batch)
+        return measured_shares(step, config.global_batch, world.control, config.micro_batch)
 
     def _any_batch(self, samples: int) -> tuple[Tensor, Tensor]:
         order = torch.arange(samples) % len(self.train_data)
         return next(self.train_data.batches(order, [(0, samples)], epoch=0))
 
-    def train(self) -> Result:
-        """Run to the end, or to a stop that a signal asked for. All ranks return the same."""
-        self._resume()
-        if self.metrics_path is not None:
-            self.recorders.append(open_recorder(self.metrics_path, self.step))
-        if self.speaks:
-            print_rank_table(self.world.ranks, self.sampler.shares)
-        if not self.module.training:  # layers that were set to eval() by themselves stay so
-            self.module.train()
-        metrics: dict[str, float] = {}
-        if self.epoch >= self.total_epochs and self.eval_data is not None:
-            metrics = self._evaluate()  # of a run that had ended: its record is there
-        while self.epoch < self.total_epochs:
-            if not self._train_epoch():
-                self._stop_early()
-                return Result(False, self.step, metrics)
-            self.epoch, self.samples_done = self.epoch + 1, 0
-            self.batchnorm.synchronize()
-            if self.eval_data is not None:
-                metrics = self._evaluate()
-                if self.world.rank == 0:
-                    self.record(
-                        {"kind": "evaluation", "epoch": self.epoch, "step": self.step, **metrics}
-                    )
-            last = self.epoch == self.total_epochs
-            if last or (self.save_every_epochs and self.epoch % self.save_every_epochs == 0):
-                self._save(must=last)
-        self.vote.result()
-        return Result(True, self.step, metrics)
-
     def _train_epoch(self) -> bool:
-        """One epoch, or the rest of it; False where all ranks have agreed to stop early."""
+        """One epoch, or the rest of it; False if all ranks have agreed to stop early."""
         self.sampler.set_epoch(self.epoch, self.samples_done)
         steps = len(self.sampler)
         spans = [self.sampler.span(step) for step in range(steps)]
@@ -192,121 +187,88 @@ class Trainer:
         try:
             batches = self.train_data.batches(self.sampler.order(), spans, self.epoch)
             for index in range(steps):
-                if (
-                    self.vote.result()
-                ):  # before the batch: one that is not trained on must not use random numbers up
+                # Before the batch: one that is not trained on must not use up random numbers.
+                if self._vote.result():
                     return False
                 inputs, targets = next(batches)
-                self.vote.cast(self.world.stop_requested and self.snapshot is not None)
+                self._vote.cast(self.world.stop_requested and self.config.snapshot is not None)
                 self._train_step(index, inputs, targets)
                 progress.after_step(index)
-                at_end = index + 1 == steps
-                if self.save_every_steps and self.step % self.save_every_steps == 0 and not at_end:
-                    self._save(must=False)
+                if index + 1 < steps:
+                    self._save_within_epoch()
         finally:
             progress.close()
         return True
 
     def _train_step(self, index: int, inputs: Tensor, targets: Tensor) -> None:
-        counts, total = self.sampler.rank_samples(index), self.sampler.global_samples(index)
-        own = counts[self.world.rank]
-        # SyncBatchNorm's forward waits for all ranks, so all of them run equally many micro-batches.
-        largest = max(counts) if self.syncs_batchnorm else own
-        rounds = max(1, -(-largest // self.micro_batch))
-        self.optimizer.zero_grad(set_to_none=True)
-        for i in range(rounds):
-            part = slice(own * i // rounds, own * (i + 1) // rounds)
-            accumulates = i + 1 < rounds and isinstance(self.model, DistributedDataParallel)
-            with self.model.no_sync() if accumulates else contextlib.nullcontext():  # type: ignore[operator]
-                loss = self._weighted_loss(inputs[part], targets[part], total)
-                self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        if self.clip_norm is not None:
-            self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_norm)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        counts = self.sampler.rank_samples(index)
+        self.optimizer_step.run(inputs, targets, counts)
         self.step += 1
-        self.samples_done += total
+        self.samples_done += sum(counts)
         if self.scheduler is not None:
             self.scheduler.step()
-        self.batchnorm.count(own)
+        self.batchnorm.count(counts[self.world.rank])
 
-    def _weighted_loss(self, inputs: Tensor, targets: Tensor, total: int) -> Tensor:
-        samples = len(targets)
-        if samples == 0 and not self.syncs_batchnorm:
-            return no_sample_loss(self.model)
-        with self.precision.autocast():
-            outputs = self.model(inputs)
-            loss = self.loss_function(outputs, targets) if samples else outputs.sum()
-        if samples:
-            self.loss_sum += loss.detach().double() * samples
-            self.loss_samples += samples
-        return loss * loss_weight(samples, total, self.world.world_size)
-
-    def _evaluate(self) -> dict[str, float]:
-        assert self.eval_data is not None
-        metrics = evaluate(
-            self.module,
-            self.eval_data,
-            self.loss_function,
-            rank=self.world.rank,
-            shares=self.sampler.shares,
-            precision=self.precision,
-            batch_size=self.eval_batch,
-        )
-        if self.speaks:
-            accuracy = f"  accuracy {metrics['accuracy']:.4f}" if "accuracy" in metrics else ""
-            say(
-                f"epoch {self.epoch}/{self.total_epochs}  evaluation loss {metrics['loss']:.4f}{accuracy}"
-            )
+    def _end_epoch(self) -> dict[str, float]:
+        """Evaluate, record and save; the metrics."""
+        self.epoch += 1
+        self.samples_done = 0
+        self.batchnorm.synchronize()
+        metrics: dict[str, float] = {}
+        if self.eval_data is not None:
+            metrics = self.evaluate()
+            if self.world.rank == 0:
+                at = {"kind": "evaluation", "epoch": self.epoch, "step": self.step}
+                self.records({**at, **metrics})
+        every = self.config.save_every_epochs
+        is_last = self.epoch == self.config.total_epochs
+        if is_last or (every and self.epoch % every == 0):
+            self._save(must=is_last)
         return metrics
 
-    def record(self, record: dict[str, Any]) -> None:
-        """Hand a record to all recorders; rank 0 alone calls it. One that cannot write is left out from then on."""
-        for recorder in list(self.recorders):
-            try:
-                recorder(record)
-            except OSError as error:
-                self.recorders.remove(recorder)
-                say(f"warning: metrics are no longer written: {error}")
+    def _save_within_epoch(self) -> None:
+        every = self.config.save_every_steps
+        if every and self.step % every == 0:
+            self._save(must=False)
 
     def _resume(self) -> None:
-        state = self.snapshot.load() if self.snapshot is not None else None
-        if state is None:
+        snapshot = self.config.snapshot
+        state = snapshot.load() if snapshot is not None else None
+        if snapshot is None or state is None:
             return
-        assert self.snapshot is not None
         load_run_state(self, state)
         if self.world.rank == 0:
-            for warning in self.snapshot.warnings:
+            for warning in snapshot.warnings:
                 say(f"warning: {warning}")
-        if self.speaks:
+        if self._prints:
             say(
-                f"resumed from {self.snapshot.path}: epoch {self.epoch} of {self.total_epochs} done, "
-                f"then {self.samples_done} samples, step {self.step}"
+                f"resumed from {snapshot.path}: epoch {self.epoch} of "
+                f"{self.config.total_epochs} done, then {self.samples_done} samples, "
+                f"step {self.step}"
             )
 
     def _save(self, *, must: bool) -> None:
-        """A periodic snapshot that fails is a warning: the training goes on, and the one before it stays."""
-        if self.snapshot is None:
+        """Write a snapshot. A failure is a warning, unless ``must``: then it ends all ranks."""
+        snapshot = self.config.snapshot
+        if snapshot is None:
             return
         state = run_state(self)
-        fault = None
+        errors: list[str | None] = [None]
         if self.world.rank == 0:
             try:
-                self.snapshot.save(state)
+                snapshot.save(state)
             except SnapshotError as error:
-                fault = str(error)
-                say(f"warning: {fault}")
+                errors = [str(error)]
+                say(f"warning: {error}")
         if must:
-            faults = [fault]
-            dist.broadcast_object_list(faults, src=0, group=self.world.control)
-            if faults[0] is not None:
-                raise SnapshotError(faults[0])
+            dist.broadcast_object_list(errors, src=0, group=self.world.control)
+            if errors[0] is not None:
+                raise SnapshotError(errors[0])
 
     def _stop_early(self) -> None:
         self._save(must=True)
-        marker = os.environ.get("DDP_SLURM_REQUEUE_MARKER")
+        marker = JobEnv.from_environ().requeue_marker
         if self.world.rank == 0 and marker:
             Path(marker).touch()
-        if self.speaks:
+        if self._prints:
             say(f"stopped by a signal after step {self.step}, with a snapshot to resume from")

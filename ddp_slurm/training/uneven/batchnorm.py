@@ -1,9 +1,9 @@
-"""BatchNorm's running statistics on uneven ranks: averaged by sample count, never silently those of rank 0.
+"""BatchNorm's running statistics on uneven ranks: averaged by sample count, not those of rank 0.
 
-Each rank's BatchNorm sees its own share only, so the running statistics differ by rank. (SyncBatchNorm, on GPUs, sees
-the whole batch and needs none of this.) InstanceNorm's, where it keeps some, are no different. DDP's
-``broadcast_buffers`` would overwrite all of them with rank 0's, on uneven ranks perhaps those of the smallest share:
-switch it off.
+Each rank's BatchNorm sees its own share only, so the running statistics differ by rank. The same
+holds for InstanceNorm with running statistics. (SyncBatchNorm, on GPUs, sees the whole batch and
+needs none of this.) DDP's ``broadcast_buffers`` would overwrite all of them with rank 0's, on
+uneven ranks perhaps those of the smallest share: switch it off.
 """
 
 import torch
@@ -36,44 +36,50 @@ class BatchNormStatistics:
 
     @torch.no_grad()
     def averaged(self) -> dict[str, Tensor]:
-        """The averaged statistics under their ``state_dict`` keys; the model keeps its own. All ranks call it.
+        """The averaged statistics by their ``state_dict`` keys; the model keeps its own.
 
-        Means and variances are each weighted by the samples a rank saw since the last ``synchronize``. Before the first
-        sample of any rank the ranks count equally.
+        All ranks call it. Means and variances are weighted by the samples that a rank saw since the
+        last ``synchronize``. Before the first sample of any rank the ranks count equally.
         """
         buffers = self._buffers()
         if not buffers or not dist.is_initialized() or dist.get_world_size(self._group) == 1:
             return {name: buffer.clone() for name, buffer in buffers.items()}
         floats = [buffer for buffer in buffers.values() if buffer.is_floating_point()]
-        # float64: a count beyond 2**24 times a statistic must not round.
-        flat = torch.cat([buffer.double().flatten() for buffer in floats])
-        weight = flat.new_full((1,), float(self.samples))
-        total = weight.clone()
-        dist.all_reduce(total, group=self._group)
-        flat = torch.cat(
-            [flat * weight if total > 0 else flat, weight if total > 0 else weight + 1]
-        )
-        dist.all_reduce(flat, group=self._group)
-        averages = iter(torch.split(flat[:-1] / flat[-1], [buffer.numel() for buffer in floats]))
+        averages = iter(self._averages(floats))
         result = {}
         for name, buffer in buffers.items():
             if buffer.is_floating_point():
-                result[name] = next(averages).to(buffer.dtype).reshape(buffer.shape)
+                result[name] = next(averages)
             else:
-                batches = (
-                    buffer.clone()
-                )  # num_batches_tracked: a rank without samples counted fewer
-                dist.all_reduce(batches, op=dist.ReduceOp.MAX, group=self._group)
-                result[name] = batches
+                # num_batches_tracked: a rank without samples counted fewer.
+                result[name] = buffer.clone()
+                dist.all_reduce(result[name], op=dist.ReduceOp.MAX, group=self._group)
         return result
+
+    def _averages(self, buffers: list[Tensor]) -> list[Tensor]:
+        """The buffers' means over the ranks, weighted by samples."""
+        # float64: a count beyond 2**24 times a statistic must not round.
+        flat = torch.cat([buffer.double().flatten() for buffer in buffers])
+        weight = flat.new_full((1,), float(self.samples))
+        total = weight.clone()
+        dist.all_reduce(total, group=self._group)
+        if total == 0:
+            weight = torch.ones_like(weight)
+        sums = torch.cat([flat * weight, weight])
+        dist.all_reduce(sums, group=self._group)
+        parts = torch.split(sums[:-1] / sums[-1], [buffer.numel() for buffer in buffers])
+        pairs = zip(parts, buffers, strict=True)
+        return [part.to(buffer.dtype).reshape(buffer.shape) for part, buffer in pairs]
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Give every rank the averaged statistics, and count anew. Before evaluation; all ranks call it."""
-        for (_, buffer), average in zip(
-            self._buffers().items(), self.averaged().values(), strict=True
-        ):
-            buffer.copy_(average)
+        """Give every rank the averaged statistics, and start counting at 0.
+
+        For use before an evaluation. All ranks call it.
+        """
+        averaged = self.averaged()
+        for name, buffer in self._buffers().items():
+            buffer.copy_(averaged[name])
         self.samples = 0
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -84,17 +90,16 @@ class BatchNormStatistics:
         }
 
     def own_state(self) -> dict[str, object]:
-        """This rank's unaveraged statistics on the CPU, for an exact continuation in the same world."""
+        """This rank's own statistics on the CPU, to continue exactly in the same world."""
+        buffers = self._buffers().items()
         return {
             "samples": self.samples,
-            "buffers": {
-                name: buffer.detach().cpu().clone() for name, buffer in self._buffers().items()
-            },
+            "buffers": {name: buffer.detach().cpu().clone() for name, buffer in buffers},
         }
 
     @torch.no_grad()
     def load_own_state(self, state: dict[str, object]) -> None:
-        """Put back what ``own_state`` gave on the same rank of a world with the same shares."""
+        """Restore the result of ``own_state`` of the same rank in the same world."""
         buffers = state["buffers"]
         assert isinstance(buffers, dict)
         for name, buffer in self._buffers().items():

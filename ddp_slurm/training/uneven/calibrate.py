@@ -1,4 +1,4 @@
-"""How fast each rank is: a short measurement at the start, from which ``split_batch`` makes shares."""
+"""How fast each rank is: a measurement at the start, from which ``split_batch`` makes shares."""
 
 import contextlib
 import copy
@@ -34,7 +34,7 @@ Cost = tuple[float, float]
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """What is measured: forward, loss and backward of a batch, without communication or optimizer."""
+    """What is measured: forward, loss and backward of a batch. No communication, no optimizer."""
 
     model: nn.Module
     """The module without DistributedDataParallel, on ``device``. A copy of it does the work."""

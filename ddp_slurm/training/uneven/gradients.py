@@ -1,17 +1,20 @@
 """The gradient of the mean over all samples of the global batch, whatever each rank's share of it.
 
-Why the loss is weighted and not a DDP communication hook: a hook sees only a bucket that already holds the sum of
-all micro-batches that ``no_sync`` let pile up, so it cannot weigh micro-batches of different sizes, and it would have
-to be told the share of each step behind DDP's back. A factor on the loss is linear: it passes through accumulation,
-``no_sync`` and the loss scaler unchanged, and what DDP hands to clipping and to the optimizer is the true gradient,
-the same bits on every rank. So every rank's GradScaler finds the same overflow too.
+Why the loss is weighted, and not the gradients in a DDP communication hook: a hook sees a bucket
+in which ``no_sync`` has already added all micro-batches, so it cannot weight micro-batches of
+different sizes, and it does not know the share of each step. A factor on the loss is linear: it
+passes through accumulation, ``no_sync`` and the loss scaler unchanged, and what DDP hands to
+clipping and to the optimizer is the true gradient, the same bits on every rank. So every rank's
+GradScaler finds the same overflow too.
 
 With B samples in the global batch, n of them in this rank's micro-batch, and W ranks, DDP computes
 
-    1/W * sum over ranks of grad(W * n/B * mean of the n losses)  =  1/B * sum over all B samples of grad(loss).
+    1/W * sum over ranks of grad(W * n/B * mean of the n losses)  =  1/B * sum of all B gradients.
 """
 
+import contextlib
 import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,12 +22,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_slurm.errors import DdpSlurmError
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+"""(outputs, targets) to the mean loss over the samples, a scalar."""
+
 
 def loss_weight(local_samples: int, global_samples: int, world_size: int | None = None) -> float:
     """The factor for a micro-batch's mean loss before ``backward``.
 
     Args:
-        local_samples: samples the mean was taken over.
+        local_samples: samples that the mean was taken over.
         global_samples: samples of the whole optimizer step: all ranks, all micro-batches.
         world_size: default that of the default process group.
 
@@ -38,51 +46,118 @@ def loss_weight(local_samples: int, global_samples: int, world_size: int | None 
 
 
 def no_sample_loss(model: nn.Module) -> Tensor:
-    """A loss of zero for a rank without a sample in this step: its ``backward`` takes part in DDP's reduction.
+    """A loss of zero for a rank without samples in this step.
 
-    ``model`` is the DistributedDataParallel module. The model's own forward does not run, so no BatchNorm statistic
-    and no random state moves. A model with SyncBatchNorm talks in its forward and needs an empty batch instead.
+    Its ``backward`` takes part in DDP's reduction and adds nothing to any gradient: a parameter
+    that no rank used in this step keeps no gradient (with ``find_unused_parameters=True``; without
+    it DDP gives every parameter one). The model's own forward does not run, so no BatchNorm
+    statistic and no random state changes. A model with SyncBatchNorm communicates in its forward
+    and needs an empty batch instead.
+
+    Args:
+        model: the DistributedDataParallel module, or a module with one in it at any depth.
+
+    Raises DdpSlurmError if there is none, or more than one, in a world of several ranks.
     """
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    ddp = find_ddp(model)
+    if ddp is None:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise DdpSlurmError(
+                f"no_sample_loss: found no DistributedDataParallel in {type(model).__name__}; this "
+                "rank would not take part in the others' reduction. Pass the module that DDP wraps"
+            )
+        return _zero_without_gradients(model)
+    inner = ddp.module
 
     def forward(*args: object, **kwargs: object) -> Tensor:
-        parameters = [p for p in inner.parameters() if p.requires_grad]
-        return torch.stack([p.flatten()[:0].sum(dtype=torch.float32) for p in parameters]).sum()
+        return _zero_without_gradients(inner)
 
-    # DDP prepares its reducer in its own forward, which calls the inner one: that one is replaced for this call.
-    own = vars(inner).get("forward")  # of a compiled or patched module; usually it is the class's
-    inner.forward = forward
-    try:
-        # With device_ids DDP moves its inputs to the GPU, and needs one to move.
-        loss = model(next(inner.parameters()).detach())
-    finally:
-        del inner.forward
-        if own is not None:
-            inner.forward = own
+    # DDP prepares its reducer in its own forward, which calls the inner module's: that one is
+    # replaced for this call, and so are compiled versions, which would not look at it.
+    with (
+        _replaced(ddp, _compiled_call_impl=None),
+        _replaced(inner, _compiled_call_impl=None, forward=forward),
+    ):
+        # With device_ids DDP moves its inputs to the GPU, and fails without any.
+        loss = ddp(next(inner.parameters()).detach())
     assert isinstance(loss, Tensor)
     return loss
 
 
+def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
+    """The DistributedDataParallel module in ``model``: itself, or below a wrapper at any depth.
+
+    Raises DdpSlurmError if there are several: the order of their reductions would differ by rank.
+    """
+    found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    if len(found) > 1:
+        raise DdpSlurmError(
+            f"{type(model).__name__} has {len(found)} DistributedDataParallel modules in it; "
+            "expected one. Pass each of them by itself, in the order in which the others use them"
+        )
+    return found[0] if found else None
+
+
+class _NoGradient(torch.autograd.Function):
+    """Passes ``total`` on; its backward visits ``parameter`` without a gradient for it."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, parameter: Tensor) -> Tensor:
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def _zero_without_gradients(model: nn.Module) -> Tensor:
+    """A zero whose backward visits all parameters, the last one first, as DDP's hooks need it.
+
+    A hook that is called without a gradient counts its parameter as ready, but not as used.
+    Source: torch/csrc/distributed/c10d/reducer.cpp, Reducer::autograd_hook.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    total = torch.zeros((), device=parameters[0].device)
+    for parameter in parameters:
+        total = _NoGradient.apply(total, parameter)
+    return total
+
+
+@contextlib.contextmanager
+def _replaced(module: nn.Module, **values: object) -> Iterator[None]:
+    """Instance attributes replaced for a while, past the module's own ``__setattr__``."""
+    attributes = vars(module)
+    before = {name: attributes[name] for name in values if name in attributes}
+    attributes.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del attributes[name]
+        attributes.update(before)
+
+
 def has_sync_batchnorm(model: nn.Module) -> bool:
-    """Whether the ranks talk within the model's forward, so that all of them must run it equally often."""
+    """Whether the ranks communicate in the model's forward: all must run it equally often."""
     return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
 
 
 def wrap_model(model: nn.Module, device: torch.device) -> DistributedDataParallel:
-    """DDP as it is right on uneven ranks: each keeps its own BatchNorm statistics, see ``batchnorm``."""
-    # DDP would send rank 0's buffers before each forward. torch 2.13 renamed the option that stops it.
+    """DDP as it is right on uneven ranks. All ranks call it.
+
+    Each rank keeps its own BatchNorm statistics, see ``batchnorm``.
+    """
+    # DDP would send rank 0's buffers before each forward. torch 2.13 renamed the option that stops
+    # it; the older option also leaves out the synchronisation at the start.
     known = inspect.signature(DistributedDataParallel.__init__).parameters
-    keep_buffers: dict[str, Any] = {
-        "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False
-    }
+    options: dict[str, Any] = {"forward_sync_buffers": False}
     if "forward_sync_buffers" not in known:
-        for (
-            buffer
-        ) in model.buffers():  # the older option leaves out the first synchronisation as well
+        options = {"broadcast_buffers": False}
+        for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
     return DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        **keep_buffers,
+        **options,
     )

@@ -1,0 +1,67 @@
+"""What a Trainer can be told, besides model, optimizer, loss and data."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from ddp_slurm.balance import BalanceError
+from ddp_slurm.training.snapshot import Snapshot
+from ddp_slurm.training.trainer.records import Recorder
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """Settings of a Trainer, the same on every rank."""
+
+    global_batch: int
+    """Samples of one optimizer step over all ranks. The update is the same however they are
+    shared out, so the learning rate belongs to this number and not to the number of GPUs."""
+    total_epochs: int
+    """Epochs of the whole training, those before a resume included."""
+    shares: Sequence[int] | None = None
+    """Samples of the global batch per rank, their sum ``global_batch``; 0 is allowed. None: those
+    of the job's plan, measured at the start with ``--balance measured``, equal without a plan."""
+    micro_batch: int | None = None
+    """The most samples that a rank runs at once; a larger share is accumulated over several
+    backward passes. None: the whole share."""
+    precision: str = "auto"
+    """``fp32``, ``fp16``, ``bf16``, or ``auto``: the first of bf16, fp16, fp32 that every rank's
+    card computes in hardware. The parameters stay as they are; autocast converts."""
+    clip_norm: float | None = None
+    """The largest norm of the whole gradient of an optimizer step. None: not clipped."""
+    scheduler: LRScheduler | None = None
+    """Stepped after every optimizer step. A scheduler that reads ``trainer.progress`` needs the
+    Trainer first: assign it to ``trainer.scheduler`` then."""
+    snapshot: Snapshot | None = None
+    """Resumed from if the file exists, and written. None: nothing is saved, and a stop before the
+    time limit is not possible."""
+    save_every_epochs: int = 1
+    """Epochs between snapshots; 0: none at the end of an epoch. The end of the training always
+    writes one."""
+    save_every_steps: int | None = None
+    """Optimizer steps between snapshots, in addition. None: only at the end of epochs."""
+    log_every_steps: int | None = None
+    """Optimizer steps between reports. None: ten in an epoch, at least 20 steps apart. The end of
+    an epoch is always reported."""
+    recorders: Sequence[Recorder] = ()
+    """Functions that get every record (a flat dict) on rank 0."""
+    metrics_path: str | None = None
+    """A .jsonl or .csv file, or with a trailing slash a TensorBoard folder, for the records. A
+    resumed run continues it."""
+    seed: int = 0
+    """Of the order of samples and of each rank's random generators. A resumed run must have the
+    same."""
+    quiet: bool = False
+    """Print warnings only. The recorders still get everything."""
+
+    def __post_init__(self) -> None:
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise BalanceError(f"micro_batch {self.micro_batch}: expected at least 1")
+        if self.global_batch < 1:
+            raise BalanceError(f"global_batch {self.global_batch}: expected at least 1")
+
+    @property
+    def most_at_once(self) -> int:
+        """The most samples of one forward pass."""
+        return self.global_batch if self.micro_batch is None else self.micro_batch
