@@ -9,7 +9,7 @@ def wait_until(
     what: str | Callable[[], str] = "it",
     seconds: float = 120,
 ) -> None:
-    """Wait until ``condition()`` is true; fails after ``seconds`` with a text that names ``what``."""
+    """Wait until ``condition()`` is true; fails after ``seconds`` and names ``what``."""
     give_up = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > give_up:

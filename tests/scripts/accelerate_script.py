@@ -20,7 +20,7 @@ for epoch in range(40):
         optimizer.step()
 weight, bias = (p.item() for p in accelerator.unwrap_model(model).parameters())
 print(
-    f"RESULT rank={accelerator.process_index} world={accelerator.num_processes} samples={seen} weight={weight:.6f} "
-    f"bias={bias:.6f}"
+    f"RESULT rank={accelerator.process_index} world={accelerator.num_processes} samples={seen} "
+    f"weight={weight:.6f} bias={bias:.6f}"
 )
 accelerator.end_training()

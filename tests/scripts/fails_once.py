@@ -1,4 +1,4 @@
-"""A plain DDP script of which rank 5 fails in the first attempt, in the middle of the others' collective.
+"""A plain DDP script whose rank 5 fails in the first attempt, while the others are in a collective.
 
 Its argument is a file by which the next attempt knows of the first.
 """

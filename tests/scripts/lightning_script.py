@@ -1,4 +1,4 @@
-"""Lightning as its own documentation writes it. Arguments: devices and num_nodes for the Trainer."""
+"""Lightning as its own documentation writes it. Arguments: the Trainer's devices and num_nodes."""
 
 import sys
 
@@ -44,6 +44,6 @@ trainer.fit(model, loader)
 weight, bias = (p.item() for p in model.parameters())
 environment = type(trainer.strategy.cluster_environment).__name__
 print(
-    f"RESULT rank={trainer.global_rank} world={trainer.world_size} samples={model.seen} weight={weight:.6f} "
-    f"bias={bias:.6f} {environment}"
+    f"RESULT rank={trainer.global_rank} world={trainer.world_size} samples={model.seen} "
+    f"weight={weight:.6f} bias={bias:.6f} {environment}"
 )

@@ -1,4 +1,4 @@
-"""The torchrun style of the tutorials: LOCAL_RANK from the environment, init_process_group, DDP, DistributedSampler."""
+"""The torchrun style of the tutorials: LOCAL_RANK, init_process_group, DDP, DistributedSampler."""
 
 import os
 
@@ -26,6 +26,7 @@ for epoch in range(40):
 weight, bias = (p.item() for p in model.module.parameters())
 samples = len(list(sampler))
 print(
-    f"RESULT rank={dist.get_rank()} world={dist.get_world_size()} samples={samples} weight={weight:.6f} bias={bias:.6f}"
+    f"RESULT rank={dist.get_rank()} world={dist.get_world_size()} samples={samples} "
+    f"weight={weight:.6f} bias={bias:.6f}"
 )
 dist.destroy_process_group()

@@ -74,7 +74,7 @@ def wait_for_node(lab: Lab, node: str, state: str) -> str:
 
 @pytest.fixture
 def make_lab(needs_lab: None, tmp_path: Path) -> Iterator[Callable[..., Lab]]:
-    """``make_lab(text_of_cluster_yaml, **arguments_of_Lab_up)``: a lab of the test's own."""
+    """``make_lab(cluster_yaml, **arguments_of_Lab_up)``: a lab for this test alone."""
     labs: list[Lab] = []
 
     def make(text: str, **kwargs: object) -> Lab:
@@ -92,7 +92,7 @@ def make_lab(needs_lab: None, tmp_path: Path) -> Iterator[Callable[..., Lab]]:
 
 @dataclass(frozen=True)
 class FinishedJob:
-    """A job that has ended: its id, Slurm's final state such as ``COMPLETED``, and what it wrote."""
+    """A job that has ended: its id, final state such as ``COMPLETED``, and what it wrote."""
 
     id: int
     state: str
@@ -178,7 +178,7 @@ def release(request: pytest.FixtureRequest, needs_lab: None) -> tuple[str, Path 
 
 @pytest.fixture
 def complaints() -> Callable[[Path], list[str]]:
-    """``complaints(folder)``: what daemons criticise in their configuration, from all their logs."""
+    """``complaints(folder)``: complaints about the configuration in the daemons' logs."""
 
     def find(folder: Path) -> list[str]:
         return [

@@ -1,6 +1,6 @@
 """Record what tasks of real steps find in their environment, for tests/unit/test_rank_env.py.
 
-    python tests/slurm/record_environments.py tests/unit/environments [RELEASE=ROOT ...]
+    python -m tests.slurm.record_environments tests/unit/environments [RELEASE=ROOT ...]
 
 as root. ROOT is the root folder of a system with another Slurm release, made with debootstrap.
 """
@@ -12,8 +12,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ddp_slurm.cluster import Cluster
 from ddp_slurm.lab import Lab, daemons
+from tests.conftest import without_launcher
+from tests.slurm.conftest import load_cluster
 
 CLUSTER = """\
 name: record
@@ -22,10 +23,11 @@ nodes:
   - {name: "beta[1-2]", gpus: {type: v100, count: 2}}
   - {name: alpha, gpus: {type: a100, count: 4}}
 """
-UNSET = (
-    "SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE SLURM_TASKS_PER_NODE SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK "
-    "SLURM_NNODES SLURM_NODELIST SLURM_JOB_NODELIST SLURM_JOB_NUM_NODES SLURM_JOB_CPUS_PER_NODE SLURM_MEM_PER_NODE"
-)
+UNSET = """
+SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE SLURM_TASKS_PER_NODE SLURM_CPUS_PER_TASK
+SLURM_TRES_PER_TASK SLURM_NNODES SLURM_NODELIST SLURM_JOB_NODELIST SLURM_JOB_NUM_NODES
+SLURM_JOB_CPUS_PER_NODE SLURM_MEM_PER_NODE
+"""
 Component = tuple[str, int, int]  # gres type, nodes, tasks a node
 JOBS: dict[str, tuple[list[Component], str]] = {
     "het_1_2_4": ([("titan", 1, 1), ("v100", 1, 2), ("a100", 1, 4)], ""),
@@ -56,50 +58,39 @@ NOISE = {
 
 
 def script(components: list[Component], task_option: str, folder: Path) -> str:
+    """A job script whose batch shell and tasks each write their environment into a file."""
+    task = f"sh -c 'uname -n >{folder}/$SLURM_PROCID.host; env -0 >{folder}/$SLURM_PROCID'"
     headers, segments = [], []
     for kind, nodes, tasks in components:
-        headers.append(
-            f"#SBATCH --nodes={nodes} --ntasks={nodes * tasks} --ntasks-per-node={tasks} --cpus-per-task=2 --mem=1G "
-            f"--gres=gpu:{kind}:{tasks}\n"
-        )
-        segments.append(
-            f"--nodes={nodes} --ntasks={nodes * tasks} --ntasks-per-node={tasks} --cpus-per-task=2 {task_option} "
-            f"""sh -c 'uname -n > {folder}/$SLURM_PROCID.host; env -0 > {folder}/$SLURM_PROCID'"""
-        )
-    return (
-        "#!/bin/bash\n"
-        + "#SBATCH hetjob\n".join(headers)
-        + f"uname -n > {folder}/batch.host; env -0 > {folder}/batch\nunset {UNSET}\nsrun {' : '.join(segments)}\n"
-    )
+        size = f"--nodes={nodes} --ntasks={nodes * tasks} --ntasks-per-node={tasks}"
+        headers.append(f"#SBATCH {size} --cpus-per-task=2 --mem=1G --gres=gpu:{kind}:{tasks}\n")
+        segments.append(f"{size} --cpus-per-task=2 {task_option} {task}")
+    lines = [
+        f"uname -n >{folder}/batch.host",
+        f"env -0 >{folder}/batch",
+        f"unset {' '.join(UNSET.split())}",
+        f"srun {' : '.join(segments)}",
+    ]
+    return "#!/bin/bash\n" + "#SBATCH hetjob\n".join(headers) + "\n".join(lines) + "\n"
 
 
 def read(file: Path) -> dict[str, str]:
-    pairs = (line.partition("=") for line in file.read_text().split("\0") if line)
-    kept = {
-        name: value
-        for name, _, value in pairs
-        if name.startswith(("SLURM_", "CUDA_VISIBLE"))
-        and name not in NOISE
-        and not name.startswith("SLURM_RLIMIT")
-    }
-    return {"HOST": file.with_suffix(".host").read_text().strip(), **kept}
+    """The variables of one task that Slurm has set and that are not the machine's own."""
+    kept = {"HOST": file.with_suffix(".host").read_text().strip()}
+    for line in filter(None, file.read_text().split("\0")):
+        name, _, value = line.partition("=")
+        is_noise = name in NOISE or name.startswith("SLURM_RLIMIT")
+        if name.startswith(("SLURM_", "CUDA_VISIBLE")) and not is_noise:
+            kept[name] = value
+    return kept
 
 
 def record(lab: Lab, components: list[Component], task_option: str) -> dict[str, object]:
     with tempfile.TemporaryDirectory(prefix="record") as name:
         folder = Path(name)
         (folder / "job.sh").write_text(script(components, task_option, folder))
-        environ = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("SLURM_", "SBATCH_"))
-        }
-        lab.run(
-            ["sbatch", "--wait", "-o", f"{folder}/out", f"{folder}/job.sh"],
-            cwd=folder,
-            env=environ,
-            check=True,
-        )
+        submit = ["sbatch", "--wait", "-o", f"{folder}/out", f"{folder}/job.sh"]
+        lab.run(submit, cwd=folder, env=without_launcher(os.environ), check=True)
         world = sum(nodes * tasks for _, nodes, tasks in components)
         tasks = [read(folder / str(rank)) for rank in range(world)]
         batch = read(folder / "batch")
@@ -114,17 +105,15 @@ def record(lab: Lab, components: list[Component], task_option: str) -> dict[str,
 
 def main(target: Path, releases: list[str]) -> None:
     for root in [None, *(release.partition("=")[2] for release in releases)]:
-        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-            file.write(CLUSTER)
-            file.flush()
-            cluster = Cluster.load(file.name)
+        with tempfile.TemporaryDirectory() as folder:
+            cluster = load_cluster(CLUSTER, Path(folder))
         with Lab.up(cluster, "record", root) as lab:
             release = ".".join(daemons.slurm_version(lab).split(".")[:2])
             for name, (components, task_option) in JOBS.items():
                 try:
                     recorded = record(lab, components, task_option)
-                except subprocess.CalledProcessError as fault:
-                    print(f"{release} {name}: {fault}", file=sys.stderr)
+                except subprocess.CalledProcessError as error:
+                    print(f"{release} {name}: {error}", file=sys.stderr)
                     continue
                 text = json.dumps(recorded, indent=0, sort_keys=True)
                 (target / f"{name}.{release}.json").write_text(text + "\n")

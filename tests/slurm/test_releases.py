@@ -1,4 +1,4 @@
-"""The generated configuration, the rendered job and the training on live daemons of four Slurm releases.
+"""Generated configuration, rendered jobs and training on live daemons of four Slurm releases.
 
 ``make test`` runs two of them, ``make test-releases`` (DDP_SLURM_TEST_RELEASES=all) runs all.
 """
@@ -14,17 +14,21 @@ from typing import Any
 import numpy
 import pytest
 
-from ddp_slurm.cluster import Cluster
 from ddp_slurm.job.options import JobOptions
 from ddp_slurm.lab import Lab, daemons
 from ddp_slurm.plan import make_plan
 from ddp_slurm.render import render_sbatch
+from tests.slurm.conftest import load_cluster
 
 CLUSTER = """\
 name: lab
 nodes:
   - {name: gamma, gpus: {type: titan, count: 1}, cpus: 8, memory: 30G}
-  - {name: beta, gpus: {type: v100, count: 2}, cpus: 16, memory: 120G, features: [cc70, vram32gb]}
+  - name: beta
+    gpus: {type: v100, count: 2}
+    cpus: 16
+    memory: 120G
+    features: [cc70, vram32gb]
   - {name: alpha, gpus: {type: a100, count: 4}, cpus: 32, memory: 240G, partition: big}
 """
 EXAMPLE = Path(__file__).parents[2] / "cifar10_example"
@@ -35,34 +39,30 @@ pytestmark = pytest.mark.timeout(900)  # a release's root may have to be made fi
 def release_lab(
     release: tuple[str, Path | None], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Lab]:
-    """gamma 1, beta 2 and alpha 4 GPUs under each release; its own Slurm or that of another Debian."""
-    file = tmp_path_factory.mktemp("release") / "cluster.yaml"
-    file.write_text(CLUSTER)
+    """gamma 1, beta 2 and alpha 4 GPUs under each release of Slurm."""
+    cluster = load_cluster(CLUSTER, tmp_path_factory.mktemp("release"))
     name = f"test-{os.getpid()}-{release[0].replace('.', '')}"
-    with Lab.up(Cluster.load(file), name, slurm_root=release[1]) as lab:
+    with Lab.up(cluster, name, slurm_root=release[1]) as lab:
         assert daemons.slurm_version(lab).startswith(release[0])
         yield lab
 
 
 @pytest.fixture
 def python(release_lab: Lab, tmp_path: Path) -> str:
-    """This interpreter, for ranks in another system's root: there its libraries are missing or too old."""
+    """This interpreter, also for ranks in another system's root, which lacks its libraries."""
     if release_lab.slurm_root is None:
         return sys.executable
     # Entering the mount namespace that it is in brings a process out of the chroot.
+    leave = 'nsenter --mount=/proc/self/ns/mnt -- env -C "$PWD"'
     wrapper = tmp_path / "python"
-    wrapper.write_text(
-        f'#!/bin/sh\nexec nsenter --mount=/proc/self/ns/mnt -- env -C "$PWD" {shlex.quote(sys.executable)} "$@"\n'
-    )
+    wrapper.write_text(f'#!/bin/sh\nexec {leave} {shlex.quote(sys.executable)} "$@"\n')
     wrapper.chmod(0o755)
     return str(wrapper)
 
 
 def script(tmp_path: Path, python: str, *command: str) -> str:
-    file = tmp_path / "cluster.yaml"
-    file.write_text(CLUSTER)
     options = JobOptions(command=command, python=python, time="5", env={"OMP_NUM_THREADS": "1"})
-    return render_sbatch(make_plan(Cluster.load(file), options))
+    return render_sbatch(make_plan(load_cluster(CLUSTER, tmp_path), options))
 
 
 def test_the_daemons_do_not_complain_about_the_files(
@@ -74,8 +74,8 @@ def test_the_daemons_do_not_complain_about_the_files(
 
 RANK = """
 import os, socket
-names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE NODE_RANK MASTER_ADDR CUDA_VISIBLE_DEVICES".split()
-print("seen:", socket.gethostname(), *(os.environ.get(name) for name in names), flush=True)
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE NODE_RANK MASTER_ADDR CUDA_VISIBLE_DEVICES"
+print("seen:", socket.gethostname(), *(os.environ.get(n) for n in names.split()), flush=True)
 """
 
 
@@ -86,7 +86,8 @@ def test_a_het_job_is_one_world(
     command = ["python", "-m", "ddp_slurm.run", str(tmp_path / "rank.py")]
     job = run_job(release_lab, script(tmp_path, python, *command), "--time=8")
     assert job.state == "COMPLETED", job.output
-    assert sorted(re.findall(r"seen: (.*)", job.output), key=lambda line: int(line.split()[1])) == [
+    seen = re.findall(r"seen: (.*)", job.output)
+    assert sorted(seen, key=lambda line: int(line.split()[1])) == [
         "gamma 0 0 7 1 0 gamma 0",
         *(f"beta {1 + n} {n} 7 2 1 gamma 0,1" for n in range(2)),
         *(f"alpha {3 + n} {n} 7 4 2 gamma 0,1,2,3" for n in range(4)),
@@ -96,21 +97,15 @@ def test_a_het_job_is_one_world(
 def test_the_cifar10_example(
     release_lab: Lab, tmp_path: Path, python: str, run_job: Callable[..., Any]
 ) -> None:
-    images = {
-        f"{split}_{what}": numpy.random.default_rng(0).integers(0, high, size, dtype=numpy.uint8)
-        for split in ("train", "test")
-        for what, high, size in (("images", 256, (56, 32, 32, 3)), ("labels", 10, (56,)))
-    }
-    numpy.savez(tmp_path / "cifar10.npz", **images)
-    command = [
-        str(EXAMPLE / "train.py"),
-        "1",
-        "1",
-        "--data",
-        str(tmp_path / "cifar10.npz"),
-        "--batch-size",
-        "4",
-    ]
+    random = numpy.random.default_rng(0)
+    archive = {}
+    for split in ("train", "test"):
+        archive[f"{split}_images"] = random.integers(0, 256, (56, 32, 32, 3), dtype=numpy.uint8)
+        archive[f"{split}_labels"] = random.integers(0, 10, 56, dtype=numpy.uint8)
+    data = tmp_path / "cifar10.npz"
+    numpy.savez(data, **archive)
+    options = ["--data", str(data), "--batch-size", "4"]
+    command = [str(EXAMPLE / "train.py"), "1", "1", *options]
     job = run_job(release_lab, script(tmp_path, python, *command), "--time=8")
     assert job.state == "COMPLETED", job.output
     assert re.search(r"finished: step 2", job.output)

@@ -1,29 +1,37 @@
-"""A script for thousands of nodes before a live slurmctld that knows them, and before one that has no backfill.
+"""A script for thousands of nodes on a live slurmctld that has them, and on one without backfill.
 
-No slurmd runs: the nodes are cloud nodes that nobody resumes. That is enough for ``sbatch --test-only``, which plans
-the job as if it were submitted.
+No slurmd runs: the nodes are cloud nodes that nobody resumes. That is enough for
+``sbatch --test-only``, which plans the job as if it were submitted.
 """
 
 import contextlib
-import itertools
 import os
 import signal
 import subprocess
-import time
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from ddp_slurm.cluster import Cluster
 from ddp_slurm.job.options import JobOptions
 from ddp_slurm.plan import make_plan
+from ddp_slurm.plan.plan import Component
 from ddp_slurm.render import render_sbatch
+from tests.slurm.conftest import load_cluster
+from tests.waiting import wait_until
 
-NODES = "nodes:\n" + "".join(
-    f"  - {{name: '{name}[0001-{count:04}]', gpus: {{type: {name}, count: {gpus}}}, cpus: {8 * gpus}, memory: {60 * gpus}G}}\n"
-    for name, gpus, count in (("titan", 1, 1000), ("volta", 2, 2000), ("ampere", 4, 2000))
-)
+NODES = """\
+nodes:
+  - {name: "titan[0001-1000]", gpus: {type: titan, count: 1}, cpus: 8, memory: 60G}
+  - {name: "volta[0001-2000]", gpus: {type: volta, count: 2}, cpus: 16, memory: 120G}
+  - {name: "ampere[0001-2000]", gpus: {type: ampere, count: 4}, cpus: 32, memory: 240G}
+"""
+TWO_NODES = """\
+nodes:
+  - {name: a, gpus: 1, cpus: 8, memory: 4G}
+  - {name: b, gpus: 2, cpus: 8, memory: 4G}
+"""
 
 SLURM_CONF = """\
 ClusterName=scale
@@ -49,70 +57,82 @@ GresTypes=gpu
 {nodes}
 PartitionName=all Nodes=ALL Default=YES State=UP
 """
-_numbers = itertools.count()
 Controller = Callable[[str, str], dict[str, str]]
 
 
 @pytest.fixture
 def controller(needs_lab: None, tmp_path: Path) -> Iterator[Controller]:
-    """``controller(cluster_yaml, scheduler)``: a slurmctld on the loopback of a namespace of its own.
+    """``controller(cluster_yaml, scheduler)``: a slurmctld on the loopback of its own namespace.
 
-    Gives what to run clients with: the prefix of their command line and their environment's SLURM_CONF.
+    Returns the environment for ``client``.
     """
     with contextlib.ExitStack() as cleanup:
+        # Sockets have short paths: the tests' own folders may be too deep.
+        folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="scale")))
+        (folder / "state").mkdir()
 
         def start(text: str, scheduler: str) -> dict[str, str]:
-            netns = f"ddpscale{os.getpid()}-{next(_numbers)}"
-            folder = tmp_path / netns
-            (folder / "state").mkdir(parents=True)
-            subprocess.run(["ip", "netns", "add", netns], check=True)
-            cleanup.callback(subprocess.run, ["ip", "netns", "delete", netns], check=True)
-            # slurmctld looks for an address that is not the loopback's before it listens
-            for command in (
-                "link set lo up",
-                "link add here type bridge",
-                "address add 198.18.255.1/32 dev here",
-                "link set here up",
-            ):
-                subprocess.run(["ip", "-n", netns, *command.split()], check=True)
-            (folder / "cluster.yaml").write_text(text)
-            lines = [
-                f"NodeName={entry.nodelist} CPUs={entry.cpus_per_task * entry.tasks_per_node} RealMemory={entry.memory_mb}"
-                f" Gres={entry.gres} State=CLOUD NodeAddr=127.0.0.1"
-                for entry in make_plan(
-                    Cluster.load(folder / "cluster.yaml"), JobOptions()
-                ).components
-            ]
+            netns = make_namespace(cleanup)
+            plan = make_plan(load_cluster(text, folder), JobOptions())
+            nodes = "\n".join(map(node_line, plan.components))
             conf = folder / "slurm.conf"
-            conf.write_text(
-                SLURM_CONF.format(folder=folder, scheduler=scheduler, nodes="\n".join(lines))
-            )
+            conf.write_text(SLURM_CONF.format(folder=folder, scheduler=scheduler, nodes=nodes))
             (folder / "gres.conf").write_text("")
-            key = folder / "munge.key"
-            key.write_bytes(os.urandom(1024))
-            key.chmod(0o400)
-            munged = [
-                "munged",
-                "--force",
-                "--foreground",
-                f"--key-file={key}",
-                f"--socket={folder}/munge.socket",
-                f"--pid-file={folder}/munged.pid",
-                f"--seed-file={folder}/seed",
-                f"--log-file={folder}/munged.log",
-            ]
-            for daemon in (munged, ["slurmctld", "-D", "-f", str(conf)]):
-                log = cleanup.enter_context(open(folder / f"{daemon[0]}.out", "wb"))
-                process = subprocess.Popen(
-                    ["ip", "netns", "exec", netns, *daemon], stdout=log, stderr=log
-                )
-                cleanup.callback(stop, process)
-                wait_for((folder / "munge.socket").is_socket, folder)
+            start_daemon(cleanup, netns, folder, munged(folder))
+            wait_until((folder / "munge.socket").is_socket, lambda: logs(folder))
+            start_daemon(cleanup, netns, folder, ["slurmctld", "-D", "-f", str(conf)])
             environ = {**os.environ, "SLURM_CONF": str(conf), "NETNS": netns}
-            wait_for(lambda: client(environ, "scontrol", "ping").returncode == 0, folder)
+            ping = ["scontrol", "ping"]
+            wait_until(lambda: client(environ, *ping).returncode == 0, lambda: logs(folder))
             return environ
 
         yield start
+
+
+def make_namespace(cleanup: contextlib.ExitStack) -> str:
+    """A network with nothing but the addresses that slurmctld wants to see before it listens."""
+    netns = f"ddpscale{os.getpid()}"
+    subprocess.run(["ip", "netns", "add", netns], check=True)
+    cleanup.callback(subprocess.run, ["ip", "netns", "delete", netns], check=True)
+    for command in (
+        "link set lo up",
+        "link add here type bridge",
+        "address add 198.18.255.1/32 dev here",
+        "link set here up",
+    ):
+        subprocess.run(["ip", "-n", netns, *command.split()], check=True)
+    return netns
+
+
+def node_line(component: Component) -> str:
+    """The nodes of a component in slurm.conf, as cloud nodes."""
+    cpus = component.cpus_per_task * component.tasks_per_node
+    size = f"CPUs={cpus} RealMemory={component.memory_mb} Gres={component.gres}"
+    return f"NodeName={component.nodelist} {size} State=CLOUD NodeAddr=127.0.0.1"
+
+
+def munged(folder: Path) -> list[str]:
+    """The command line of a munged with its own key, which is made."""
+    key = folder / "munge.key"
+    key.write_bytes(os.urandom(1024))
+    key.chmod(0o400)
+    return [
+        "munged",
+        "--force",
+        "--foreground",
+        f"--key-file={key}",
+        f"--socket={folder}/munge.socket",
+        f"--pid-file={folder}/munged.pid",
+        f"--seed-file={folder}/seed",
+        f"--log-file={folder}/munged.log",
+    ]
+
+
+def start_daemon(cleanup: contextlib.ExitStack, netns: str, folder: Path, argv: list[str]) -> None:
+    inside = ["ip", "netns", "exec", netns, *argv]
+    with open(folder / f"{argv[0]}.out", "wb") as log:
+        process = subprocess.Popen(inside, stdout=log, stderr=log)
+    cleanup.callback(stop, process)
 
 
 def stop(process: "subprocess.Popen[bytes]") -> None:
@@ -124,12 +144,8 @@ def stop(process: "subprocess.Popen[bytes]") -> None:
         process.wait()
 
 
-def wait_for(condition: Callable[[], bool], folder: Path) -> None:
-    give_up = time.monotonic() + 60
-    while not condition():
-        logs = "".join(path.read_text(errors="replace") for path in folder.glob("*.out"))
-        assert time.monotonic() < give_up, logs
-        time.sleep(0.05)
+def logs(folder: Path) -> str:
+    return "".join(path.read_text(errors="replace") for path in folder.glob("*.out"))
 
 
 def client(
@@ -142,12 +158,8 @@ def client(
 
 
 def script(tmp_path: Path, text: str) -> str:
-    (tmp_path / "cluster.yaml").write_text(text)
-    return render_sbatch(
-        make_plan(
-            Cluster.load(tmp_path / "cluster.yaml"), JobOptions(command=("hostname",), time="10")
-        )
-    )
+    options = JobOptions(command=("hostname",), time="10")
+    return render_sbatch(make_plan(load_cluster(text, tmp_path), options))
 
 
 def test_five_thousand_nodes_in_three_components(controller: Controller, tmp_path: Path) -> None:
@@ -156,21 +168,15 @@ def test_five_thousand_nodes_in_three_components(controller: Controller, tmp_pat
     assert len(text) < 16_384
     done = client(environ, "sbatch", "--test-only", stdin=text)
     assert done.returncode == 0, done.stderr
-    assert (
-        "using 104000 processors on ampere[0001-2000],titan[0001-1000],volta[0001-2000]"
-        in done.stderr
-    )
-    unknown = client(
-        environ, "sbatch", "--test-only", stdin=text.replace("titan[0001-1000]", "titan[0002-1001]")
-    )
-    assert unknown.returncode != 0, "the controller does look at the names"
+    nodes = "ampere[0001-2000],titan[0001-1000],volta[0001-2000]"
+    assert f"using 104000 processors on {nodes}" in done.stderr
+    other = text.replace("titan[0001-1000]", "titan[0002-1001]")
+    unknown = client(environ, "sbatch", "--test-only", stdin=other)
+    assert unknown.returncode != 0, "the controller does check the names"
 
 
-def test_without_backfill_slurms_refusal_is_passed_on(
-    controller: Controller, tmp_path: Path
-) -> None:
-    nodes = "nodes:\n  - {name: a, gpus: 1, cpus: 8, memory: 4G}\n  - {name: b, gpus: 2, cpus: 8, memory: 4G}\n"
-    environ = controller(nodes, "sched/builtin")
-    done = client(environ, "sbatch", stdin=script(tmp_path, nodes))
+def test_refusal_without_backfill_is_passed_on(controller: Controller, tmp_path: Path) -> None:
+    environ = controller(TWO_NODES, "sched/builtin")
+    done = client(environ, "sbatch", stdin=script(tmp_path, TWO_NODES))
     assert done.returncode != 0
     assert "Requested operation not supported on this system" in done.stderr
