@@ -1,30 +1,40 @@
 # make demo   fresh Debian or Ubuntu machine -> synthetic training on an uneven plan of seven ranks
-# make test   everything that the tests need, then all of them, live Slurm 22.05 and 24.11 included (as root)
-# make test-releases   generated configuration, jobs and training on live Slurm 20.11, 22.05, 24.11 and 26.05
+# make test   what the tests need, then all of them, live Slurm 22.05 and 24.11 included (as root)
+# make test-releases   configuration, jobs and training on live Slurm 20.11, 22.05, 24.11 and 26.05
+# make fresh  make demo and make test in a new Debian root (as root, with debootstrap): before a release
 
 PYTHON ?= python3
 VENV ?= .venv
 IN_VENV := $(VENV)/bin/python
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
-TEST_PACKAGES := slurm-wlm slurmdbd mariadb-server-core mariadb-client-core munge iproute2 debootstrap openssh-server openssh-client shellcheck
+TEST_PACKAGES := slurm-wlm slurmdbd mariadb-server-core mariadb-client-core munge iproute2 \
+  debootstrap openssh-server openssh-client shellcheck
+# Most live tests wait for Slurm: two processes need half of the time of one.
+PYTEST_OPTIONS ?= -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo test test-releases lint clean
+.PHONY: demo test test-releases fresh lint clean
 
 demo: $(VENV)/installed-train
 	cd synthetic_data_example && CUDA_VISIBLE_DEVICES= ../$(IN_VENV) -m ddp_slurm.cli plan --job job.yaml
-	cd synthetic_data_example && folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && CUDA_VISIBLE_DEVICES= \
-	  ../$(IN_VENV) -m ddp_slurm.submit --backend local --job job.yaml -- python train.py 5 1 --snapshot "$$folder/snapshot.pt"
+	cd synthetic_data_example && folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+	  CUDA_VISIBLE_DEVICES= ../$(IN_VENV) -m ddp_slurm.submit --backend local --job job.yaml \
+	  -- python train.py 5 1 --snapshot "$$folder/snapshot.pt"
 
 test: $(VENV)/installed-test $(VENV)/installed-packages lint
-	$(IN_VENV) -m pytest
+	$(IN_VENV) -m pytest $(PYTEST_OPTIONS)
 
 test-releases: $(VENV)/installed-test $(VENV)/installed-packages
-	DDP_SLURM_TEST_RELEASES=all $(IN_VENV) -m pytest tests/slurm/test_releases.py tests/slurm/test_users_files.py
+	DDP_SLURM_TEST_RELEASES=all $(IN_VENV) -m pytest tests/slurm/test_releases.py \
+	  tests/slurm/test_users_files.py
+
+fresh:
+	tests/fresh_root.sh demo test
 
 lint: $(VENV)/installed-test
 	$(IN_VENV) -m ruff check .
 	$(IN_VENV) -m ruff format --check .
 	$(IN_VENV) -m mypy
+	shellcheck .ci/run $$(git ls-files '*.sh' '*.sbatch')
 
 $(VENV)/installed-train: setup.cfg | $(VENV)/bin/pip
 	$(IN_VENV) -m pip install --quiet --editable '.[train]'

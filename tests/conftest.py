@@ -27,3 +27,30 @@ def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
 def clean_environ() -> dict[str, str]:
     """This process's environment without what another job or launcher left in it."""
     return without_launcher(os.environ)
+
+
+SLOWEST_FIRST = ("tests/slurm/test_install.py", "tests/hosts/", "tests/slurm/", "tests/training/")
+"""So that the short tests fill the gaps at the end of a run with several processes."""
+
+ONE_BY_ONE = "tests/hosts/"
+"""Here each test makes its own machines. All other files have fixtures that their tests share, so
+that a file stays in one process."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With several processes (``-n``), say which tests stay together and which begin."""
+    if not hasattr(config, "workerinput"):
+        return
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        if not file.startswith(ONE_BY_ONE):
+            item.add_marker(pytest.mark.xdist_group(file))
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> int:
+    """The index of the item's folder in SLOWEST_FIRST; its length for the rest."""
+    for index, beginning in enumerate(SLOWEST_FIRST):
+        if item.nodeid.startswith(beginning):
+            return index
+    return len(SLOWEST_FIRST)

@@ -53,7 +53,7 @@ def check_nodes(cluster: "Cluster", lab: str) -> None:
 
 def reserve(cluster: "Cluster", name: str, slurm_root: Path | None) -> LabLayout:
     """Choose names and addresses for a new lab and record them. Raises LabError where it exists."""
-    with _locked():
+    with locked():
         if (LABS_FOLDER / name).exists() or network.namespaces(netns_prefix(name)):
             raise LabError(
                 f"lab {name!r} already exists; end it first: ddp-slurm lab down --name {name}"
@@ -122,7 +122,7 @@ def remove(name: str) -> None:
     """End and remove all that exists of a lab. Raises LabError where nothing of it exists."""
     check_name(name)
     folder = LABS_FOLDER / name
-    with _locked():
+    with locked():
         if not folder.exists() and not network.namespaces(netns_prefix(name)):
             find(name)  # raises, with the names of the labs that exist
         namespaces = network.namespaces(netns_prefix(name))
@@ -139,7 +139,7 @@ def remove(name: str) -> None:
 
 
 @contextmanager
-def _locked() -> Iterator[None]:
+def locked() -> Iterator[None]:
     """One lab at a time is registered or removed.
 
     The lock is on the parent folder: a lock file would be left behind.

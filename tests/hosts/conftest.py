@@ -15,6 +15,7 @@ import pytest
 from ddp_slurm.lab import network
 from ddp_slurm.lab.enter import enter
 from ddp_slurm.lab.lab import all_labs
+from ddp_slurm.lab.registry import locked
 
 _numbers = itertools.count(1)
 START_SECONDS = 20.0
@@ -107,11 +108,12 @@ def make_hosts(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
     links: list[int] = []
 
     def make(*names: str) -> Hosts:
-        number = network.free_network(lab.network for lab in all_labs())
         switch = f"ddphosts{os.getpid()}-{next(_numbers)}"
-        links.append(number)
-        switches.append(switch)
-        network.make_switch(switch, number)
+        with locked():  # another test process looks for a free network, too
+            number = network.free_network(lab.network for lab in all_labs())
+            links.append(number)
+            switches.append(switch)
+            network.make_switch(switch, number)
         return _start(tmp_path / f"hosts{number}", switch, network.NETWORKS[number], names)
 
     yield make
