@@ -1,8 +1,9 @@
-"""What planning a large job costs: ``submit --dry-run`` for 10,000 nodes in six shapes against the bare interpreter.
+"""What planning a large job costs: ``submit --dry-run`` for 10,000 nodes in six shapes.
 
     python benchmarks/submit_dry_run.py [RUNS]
 
-Both commands run in turn, as whole processes; each line is a ratio or a median of RUNS (default 7) runs.
+It and the bare interpreter run in turn, as whole processes; each line is a ratio or a median of
+RUNS (default 7) runs.
 """
 
 import statistics
@@ -20,6 +21,8 @@ SHAPES = [
     ("t4", 1, 600),
     ("h100", 8, 400),
 ]
+
+SUBMIT = ("ddp_slurm.submit", "--backend", "sbatch", "--dry-run", "--", "train.py")
 
 
 def cluster_yaml() -> str:
@@ -42,16 +45,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "cluster.yaml").write_text(cluster_yaml())
-        submit = [
-            sys.executable,
-            "-m",
-            "ddp_slurm.submit",
-            "--backend",
-            "sbatch",
-            "--dry-run",
-            "--",
-            "train.py",
-        ]
+        submit = [sys.executable, "-m", *SUBMIT]
         pairs = []
         script = b""
         for _ in range(runs + 1):
@@ -60,17 +54,14 @@ def main() -> None:
             pairs.append((bare, planned))
         pairs = pairs[1:]  # the first run reads the files from the disk
     nodes = sum(count for _, _, count in SHAPES)
-    print(
-        f"nodes {nodes}, components {len(SHAPES)}, ranks {sum(count * n for _, count, n in SHAPES)}"
-    )
-    print(
-        f"interpreter start {statistics.median(bare for bare, _ in pairs):.3f} s (median of {runs})"
-    )
+    ranks = sum(gpus * count for _, gpus, count in SHAPES)
+    start = statistics.median(bare for bare, _ in pairs)
     above = statistics.median(planned - bare for bare, planned in pairs)
+    ratio = statistics.median(planned / bare for bare, planned in pairs)
+    print(f"nodes {nodes}, components {len(SHAPES)}, ranks {ranks}")
+    print(f"interpreter start {start:.3f} s (median of {runs})")
     print(f"submit --dry-run above it {above:.3f} s (at most 0.5)")
-    print(
-        f"submit --dry-run / interpreter start {statistics.median(planned / bare for bare, planned in pairs):.1f}"
-    )
+    print(f"submit --dry-run / interpreter start {ratio:.1f}")
     print(f"script {len(script)} bytes / 16384 = {len(script) / 16384:.2f} (at most 1)")
 
 

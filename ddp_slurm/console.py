@@ -157,7 +157,7 @@ def _system_error(error: OSError) -> str:
 
 
 def _unwritable(error: UnicodeEncodeError) -> str:
-    """Names the line: the character alone, such as an undecodable byte, does not help to find it."""
+    """Names the line: one character, such as an undecodable byte, is hard to find."""
     before = error.object[: error.start].rpartition("\n")[2]
     after = error.object[error.start :].partition("\n")[0]
     return (

@@ -11,20 +11,18 @@ from ddp_slurm import console
 from ddp_slurm.backends import sbatch
 from ddp_slurm.errors import counted
 from ddp_slurm.job.log_path import make_log_folder, runs_folder
-from ddp_slurm.job.options import JobOptions, OptionsError
+from ddp_slurm.job.options import OptionsError
 from ddp_slurm.plan import Plan
-from ddp_slurm.plan.request import Reading, Request, plan_request, read_request
+from ddp_slurm.plan.commands import add_job_options, request_of
+from ddp_slurm.plan.request import Reading, Request, read_request
 from ddp_slurm.render import render_sbatch
-from ddp_slurm.schema.schema import Key, keys_of
 
 BACKENDS = ("auto", "sbatch", "submitit", "torchrun", "local")
 IN_THE_TERMINAL = ("local", "torchrun")
 
 
 def add_commands(commands: console.Commands) -> None:
-    """``submit`` and ``plan``."""
     add_submit_options(console.add_command(commands, "submit", submit))
-    add_job_options(console.add_command(commands, "plan", show_plan))
 
 
 def add_submit_options(parser: console.Parser) -> None:
@@ -55,55 +53,13 @@ def add_submit_options(parser: console.Parser) -> None:
     add_job_options(parser)
 
 
-def add_job_options(parser: console.Parser) -> None:
-    """Every key of JobOptions as an option: one schema makes job.yaml's keys, options and help.
-
-    Values stay texts, which the schema checks; all errors are reported together.
-    """
-    parser.keeps_errors = True
-    parser.usage = "%(prog)s [OPTIONS] [-- COMMAND ...]"
-    parser.add_argument(
-        "--cluster",
-        type=Path,
-        metavar="FILE",
-        help="the machines; default ./cluster.yaml, else the live Slurm",
-    )
-    parser.add_argument(
-        "--job",
-        type=Path,
-        metavar="FILE",
-        help="a YAML file with any of the options below as keys",
-    )
-    for name, key in keys_of(JobOptions).items():
-        _add_option(parser, name, key)
-
-
-def _add_option(parser: console.Parser, name: str, key: Key) -> None:
-    default = "" if key.default in (None, (), {}) else f" [default: {key.default}]"
-    text = f"{key.help}{default}".replace("%", "%%")
-    if name == "command":  # the first word that is no option, and all words behind it
-        parser.add_argument(name, nargs="...", metavar=key.metavar, help=text)
-        return
-    option = f"--{name.replace('_', '-')}"
-    action = "append" if isinstance(key.default, tuple | dict) else "store"
-    parser.add_argument(option, action=action, metavar=key.metavar, help=text)
-
-
-def show_plan(**typed: Any) -> None:
-    """Show who would run where: the table of nodes, ranks and shares. Submits nothing."""
-    from ddp_slurm.plan.table import plan_table
-
-    backend = "sbatch" if sbatch.is_available() else "local"
-    print(plan_table(plan_request(_request(backend, **typed))), end="")
-
-
 def submit(*, backend: str, dry_run: bool, script: Path | None, follow: bool, **typed: Any) -> None:
     """Train on all GPUs of the cluster: plan the job, render it and start it.
 
     Prints the job's id on stdout.
     """
     chosen = _choose(backend, script=script, dry_run=dry_run, follow=follow)
-    request = _request(chosen, **typed)
+    request = request_of(chosen, **typed)
     reading = read_request(request)
     _check_what_starts(reading)
     plan = reading.plan()
@@ -136,22 +92,6 @@ def _choose(backend: str, *, script: Path | None, dry_run: bool, follow: bool) -
             "Without Slurm use --backend local"
         )
     return backend
-
-
-def _request(
-    backend: str,
-    *,
-    cluster: Path | None,
-    job: Path | None,
-    command: list[str],
-    errors: list[str],
-    **options: Any,
-) -> Request:
-    given = {name: value for name, value in options.items() if value is not None}
-    words = command[1:] if command[:1] == ["--"] else command
-    if words:
-        given["command"] = words
-    return Request(cluster, job, given, backend, tuple(errors))
 
 
 def _check_what_starts(reading: Reading) -> None:
@@ -254,7 +194,7 @@ def _write_script(plan: Plan, path: Path, *, dry_run: bool) -> None:
 
 
 def _check_script(path: Path) -> None:
-    """Raises OptionsError for a file that no earlier --script made; an empty one may be replaced."""
+    """Raises OptionsError for a file that --script did not make; an empty one may be replaced."""
     if str(path) in ("-", "/dev/stdout"):
         raise OptionsError(f"--script {path} is not a file; --dry-run prints the script")
     if not path.is_file():

@@ -1,1 +1,1 @@
-"""What is asked of a job: the keys of job.yaml, which are also the options of ``submit`` and ``plan``."""
+"""The options of a job: their values, the rules between them, job.yaml, the log's path."""

@@ -9,7 +9,7 @@ from ddp_slurm.schema import fields
 KEYS_OF_THE_PLAN = {
     "account": "use --account",
     "array": "Slurm refuses arrays of heterogeneous jobs; submit the jobs one by one",
-    "chdir": "submit in that folder: the ranks start there, and the log and the run folder are in it",
+    "chdir": "submit in that folder: the ranks start there, the log and the run folder are in it",
     "clusters": "status, logs and cancel ask this cluster; submit on a login node of the other one",
     "cpus-per-task": "use --cpus-per-task",
     "distribution": "the shares are planned for ranks in the order of the nodes",

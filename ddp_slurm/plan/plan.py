@@ -154,7 +154,7 @@ class Plan:
         return ranks_of(self.components, self.shares)
 
     def job_env(self) -> JobEnv:
-        """What every rank gets to know of the plan; it checks the world that it meets against it."""
+        """The plan as its ranks see it: each checks the world that it meets against it."""
         return JobEnv(
             world_size=self.world_size,
             tasks_per_node=self.task_counts,

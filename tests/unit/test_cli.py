@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddp_slurm import __version__
+from ddp_slurm.cli import COMMANDS
 
 
 def cli(*words: str) -> "subprocess.CompletedProcess[str]":
@@ -41,7 +42,7 @@ def cli(*words: str) -> "subprocess.CompletedProcess[str]":
         ),
     ],
 )
-def test_what_is_typed_wrong(typed: str, words: str) -> None:
+def test_command_line_errors(typed: str, words: str) -> None:
     done = cli(*typed.split())
     assert (done.returncode, done.stdout) == (2, "")
     assert words in done.stderr
@@ -73,7 +74,7 @@ STREAMS = {
 
 
 @pytest.mark.parametrize("case", STREAMS)
-def test_streams_and_names_that_cannot_be_written(case: str, uneven: Path) -> None:
+def test_unwritable_streams_and_names(case: str, uneven: Path) -> None:
     line, status, said = STREAMS[case]
     env = {**os.environ, "PYTHONIOENCODING": "ascii" if case == "not ASCII" else "utf-8"}
     env.pop("PYTHONUNBUFFERED", None)  # what is left in the buffer is written at exit
@@ -113,10 +114,56 @@ def test_streams_and_names_that_cannot_be_written(case: str, uneven: Path) -> No
         "lab status",
     ],
 )
-def test_every_command_has_its_help(command: str) -> None:
+def test_help_of_every_command(command: str) -> None:
     done = cli(*command.split(), "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"usage: ddp-slurm {command}".rstrip())
+
+
+def test_help_lists_every_command_with_its_docstring() -> None:
+    from ddp_slurm.cluster.discover import discover_command
+    from ddp_slurm.plan.commands import show_plan
+    from ddp_slurm.runs.commands import cancel, logs, status
+    from ddp_slurm.submit import submit
+
+    done = subprocess.run(
+        [sys.executable, "-m", "ddp_slurm.cli", "--help"],
+        env={**os.environ, "COLUMNS": "300"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    helps = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line[:4] == "    ")
+    assert list(helps) == [name for names in COMMANDS.values() for name in names]
+    for name, function in {
+        "submit": submit,
+        "plan": show_plan,
+        "status": status,
+        "logs": logs,
+        "cancel": cancel,
+        "discover": discover_command,
+    }.items():
+        assert helps[name] == str(function.__doc__).partition("\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "unused"),
+    [
+        (["--version"], ["dataclasses", "yaml", "subprocess", "ddp_slurm.schema"]),
+        (["status", "1"], ["jinja2", "ddp_slurm.render", "ddp_slurm.submit", "ddp_slurm.lab"]),
+        (["plan"], ["jinja2", "difflib", "tempfile", "ddp_slurm.render", "ddp_slurm.backends"]),
+        (["submit"], ["difflib", "ddp_slurm.runs", "ddp_slurm.admin"]),
+    ],
+)
+def test_command_imports_only_what_it_uses(words: list[str], unused: list[str]) -> None:
+    code = "import sys, ddp_slurm.cli as c; c.make_parser(sys.argv[1:]); print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert not set(unused) & set(done.stdout.split())
 
 
 def test_version() -> None:

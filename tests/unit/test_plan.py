@@ -15,7 +15,7 @@ def plan_of(path: Path, **options: Any) -> Plan:
     return make_plan(Cluster.load(path), JobOptions(**options))
 
 
-def test_ranks_follow_the_order_of_the_file(uneven: Path) -> None:
+def test_plan_ranks_follow_the_order_of_the_file(uneven: Path) -> None:
     plan = plan_of(uneven, global_batch_size=100)
     assert [
         (r.rank, r.component, r.node, r.node_rank, r.local_rank, r.gpu_type, r.share)
@@ -38,7 +38,7 @@ def test_ranks_follow_the_order_of_the_file(uneven: Path) -> None:
     }
 
 
-def test_nodes_of_one_shape_share_a_component_in_slurms_order(tmp_path: Path) -> None:
+def test_component_holds_equal_nodes_in_slurms_order(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(
         "nodes:\n  - {name: n10, gpus: 2}\n  - {name: big, gpus: 4}\n  - {name: 'n[9,11,0],n,a30', gpus: 2}\n"
@@ -77,9 +77,7 @@ def test_nodes_of_one_shape_share_a_component_in_slurms_order(tmp_path: Path) ->
         "env: {NCCL_DEBUG: INFO}",
     ],
 )
-def test_neighbours_that_differ_in_one_thing_are_two_components(
-    tmp_path: Path, difference: str
-) -> None:
+def test_component_is_split_by_any_difference(tmp_path: Path, difference: str) -> None:
     same = {"gpus": "gpus: {type: titan, count: 4}", "cpus": "cpus: 8", "memory": "memory: 60G"}
     one, other = (
         ", ".join((same | values).values())
@@ -111,7 +109,7 @@ def test_neighbours_that_differ_in_one_thing_are_two_components(
         ({"memory": "7G", "gpus": 1}, [("gamma", "gpu:titan:1", "7G")]),
     ],
 )
-def test_a_part_of_the_cluster(
+def test_plan_of_a_part_of_the_cluster(
     uneven: Path, options: dict[str, Any], expected: list[tuple[str, str, str]]
 ) -> None:
     plan = plan_of(uneven, **options)
@@ -120,13 +118,13 @@ def test_a_part_of_the_cluster(
     ] == expected
 
 
-def test_the_size_of_a_plan_in_words(uneven: Path) -> None:
+def test_plan_size_in_words(uneven: Path) -> None:
     assert plan_of(uneven).size == "7 ranks on 3 nodes"
     assert plan_of(uneven, nodes=["gamma"]).size == "1 rank on 1 node"
     assert plan_of(uneven, nodes=["beta"]).size == "2 ranks on 1 node"
 
 
-def test_cards_of_several_models_in_one_node(tmp_path: Path) -> None:
+def test_node_with_gpus_of_several_models(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(
         "nodes:\n  - {name: n, gpus: [{type: a100, count: 2}, {type: titan, count: 2}]}\n"
@@ -136,7 +134,7 @@ def test_cards_of_several_models_in_one_node(tmp_path: Path) -> None:
     assert [r.gpu_type for r in plan_of(path).ranks()] == ["a100", "a100", "titan", "titan"]
 
 
-def test_cpus_are_shared_out_and_at_least_one(tmp_path: Path) -> None:
+def test_cpus_per_task_is_at_least_one(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(
         "nodes:\n  - {name: a, gpus: 4, cpus: 30}\n  - {name: b, gpus: 4, cpus: 2}\n  - {name: c, gpus: 4}\n"
@@ -145,7 +143,7 @@ def test_cpus_are_shared_out_and_at_least_one(tmp_path: Path) -> None:
     assert [c.cpus_per_task for c in plan_of(path, cpus_per_task=3).components] == [3]
 
 
-def test_a_partition_that_is_asked_for_wins(tmp_path: Path) -> None:
+def test_partition_option_wins_over_the_nodes(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(
         "nodes:\n  - {name: a, gpus: 1, partition: small}\n  - {name: b, gpus: 1, partition: big}\n"
@@ -164,7 +162,7 @@ def test_a_partition_that_is_asked_for_wins(tmp_path: Path) -> None:
         (6, "the nodes n1, n2, n3, n4, n5 and 1 more have no GPU"),
     ],
 )
-def test_nodes_without_gpus(tmp_path: Path, count: int, words: str) -> None:
+def test_nodes_without_gpus_are_refused(tmp_path: Path, count: int, words: str) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(
         f"nodes:\n  - {{name: 'n[1-{count}]', gpus: 0}}\n  - {{name: other, gpus: 1}}\n"
@@ -183,7 +181,9 @@ def test_nodes_without_gpus(tmp_path: Path, count: int, words: str) -> None:
         ({"gpus": 8}, "--gpus: 8 asked for, but the nodes gamma, beta, alpha have 7"),
     ],
 )
-def test_what_the_cluster_does_not_have(uneven: Path, options: dict[str, Any], words: str) -> None:
+def test_plan_refuses_what_the_cluster_does_not_have(
+    uneven: Path, options: dict[str, Any], words: str
+) -> None:
     with pytest.raises(PlanError) as caught:
         plan_of(uneven, **options)
     assert words in str(caught.value)
@@ -234,7 +234,7 @@ def test_shares_by_a_file_of_speeds(uneven: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_speeds_that_cannot_be_used(uneven: Path, tmp_path: Path, text: str, words: str) -> None:
+def test_speeds_file_errors(uneven: Path, tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "speeds.yaml").write_text(text)
     with pytest.raises((PlanError, Invalid)) as caught:
         plan_of(uneven, global_batch_size=90, balance=str(tmp_path / "speeds.yaml"))

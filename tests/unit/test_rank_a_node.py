@@ -16,7 +16,7 @@ def plan_of(cluster: Path, **options: str) -> Plan:
     return make_plan(Cluster.load(cluster), JobOptions.read(values))
 
 
-def test_each_rank_has_its_nodes_gpus_cpus_and_share(uneven: Path) -> None:
+def test_rank_has_its_nodes_gpus_cpus_and_share(uneven: Path) -> None:
     plan = plan_of(uneven)
     found = [(r.rank, r.node, r.local_rank, r.gpu_type, r.share) for r in plan.ranks()]
     assert found == [
@@ -31,7 +31,7 @@ def test_each_rank_has_its_nodes_gpus_cpus_and_share(uneven: Path) -> None:
     assert "#SBATCH --gres=gpu:a100:4\n" in text
 
 
-def test_a_part_of_a_nodes_gpus(uneven: Path) -> None:
+def test_rank_drives_a_part_of_its_nodes_gpus(uneven: Path) -> None:
     plan = plan_of(uneven, gpus="5")
     assert [(r.node, r.share) for r in plan.ranks()] == [("gamma", 14), ("beta", 28), ("alpha", 28)]
     assert [c.cpus_per_task for c in plan.components] == [8, 16, 16]
@@ -45,7 +45,7 @@ def test_a_part_of_a_nodes_gpus(uneven: Path) -> None:
         ("titan: {beta: 1}\nv100: {beta: 1}\na100: {beta: 0.001, max_batch: 10}\n", [10, 20, 40]),
     ],
 )
-def test_a_file_of_speeds_is_of_one_gpu_each(
+def test_speeds_are_of_one_gpu(
     uneven: Path, tmp_path: Path, speeds: str, shares: list[int]
 ) -> None:
     (tmp_path / "speeds.yaml").write_text(speeds)
@@ -54,7 +54,7 @@ def test_a_file_of_speeds_is_of_one_gpu_each(
     ] == shares
 
 
-def test_the_gpus_of_this_machine_are_dealt_out_node_by_node(
+def test_local_gpus_are_assigned_node_by_node(
     uneven: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6")

@@ -14,7 +14,7 @@ from .conftest import Command, Stub
 SBATCH = 'cat > "$RECORD"; env > "$RECORD.env"; echo "${STUB_SAYS-4711}"; exit "${STUB_STATUS:-0}"'
 
 
-def test_the_job_id_alone_is_on_stdout(
+def test_stdout_is_the_job_id_alone(
     uneven: Path, submit: Command, stub: Stub, tmp_path: Path
 ) -> None:
     stub("sbatch", SBATCH)
@@ -44,7 +44,7 @@ def test_the_job_id_alone_is_on_stdout(
     assert not any(f"\n{name}=" in env for name in ("SLURM_JOB_ID", "SLURM_GRES", "SBATCH_ACCOUNT"))
 
 
-def test_several_clusters_id_and_a_refusal(
+def test_sbatch_id_of_several_clusters_and_a_refusal(
     uneven: Path, submit: Command, stub: Stub, tmp_path: Path
 ) -> None:
     stub("sbatch", SBATCH + "\n")
@@ -90,7 +90,7 @@ def test_script_is_written_whole_and_executable(
     assert "cannot be written: No such file or directory" in done.stderr
 
 
-def test_script_writes_over_nothing_of_the_users(
+def test_script_never_overwrites_a_users_file(
     uneven: Path, submit: Command, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text("import torch\n")
@@ -122,7 +122,7 @@ def test_script_with_dry_run_is_printed_and_not_followed(
     assert "--script submits nothing; it cannot be combined with --follow" in done.stderr
 
 
-def test_job_file_is_under_the_command_line(uneven: Path, submit: Command, tmp_path: Path) -> None:
+def test_command_line_wins_over_the_job_file(uneven: Path, submit: Command, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(
         "time: 10:00\ncpus-per-task: 3\nenv: {A: 1, B: 2}\nsetup: |\n  module load a\ncommand: >\n  python\n  'my train.py'\n"
     )
@@ -151,7 +151,7 @@ def test_job_file_is_under_the_command_line(uneven: Path, submit: Command, tmp_p
         assert line in done.stdout
 
 
-def test_home_and_user_in_the_log_path_are_expanded(uneven: Path, submit: Command) -> None:
+def test_log_path_expands_home_and_variables(uneven: Path, submit: Command) -> None:
     done = submit(
         "--backend",
         "sbatch",
@@ -165,7 +165,7 @@ def test_home_and_user_in_the_log_path_are_expanded(uneven: Path, submit: Comman
     assert "#SBATCH --output=/h/me/%x-%j.out\n" in done.stdout
 
 
-def test_a_folder_of_the_jobs_name_is_made(
+def test_log_folder_with_the_jobs_name_is_made(
     uneven: Path, submit: Command, stub: Stub, tmp_path: Path
 ) -> None:
     stub("sbatch", SBATCH)
@@ -183,7 +183,9 @@ def test_a_folder_of_the_jobs_name_is_made(
     assert "the log is logs/5%j/4711.out\n" in done.stderr
 
 
-def test_the_working_folder_is_no_pattern(uneven: Path, submit: Command, tmp_path: Path) -> None:
+def test_log_path_escapes_a_percent_of_the_folder(
+    uneven: Path, submit: Command, tmp_path: Path
+) -> None:
     """Slurm would write the log to another folder, which is not there (seen on 22.05)."""
     folder = tmp_path / "100%j"
     folder.mkdir()
@@ -202,7 +204,7 @@ def test_the_working_folder_is_no_pattern(uneven: Path, submit: Command, tmp_pat
         ("-- python -m train", "python -m train"),
     ],
 )
-def test_all_words_of_the_command_are_its_own(
+def test_command_keeps_words_that_look_like_options(
     uneven: Path, submit: Command, typed: str, command: str
 ) -> None:
     done = submit("--backend", "sbatch", "--dry-run", *typed.split())
@@ -219,7 +221,7 @@ def test_all_words_of_the_command_are_its_own(
         (["--conda-env", "~"], "conda activate '~'"),
     ],
 )
-def test_home_in_the_interpreters_path_is_expanded(
+def test_interpreter_path_expands_home(
     uneven: Path, submit: Command, options: list[str], line: str
 ) -> None:
     done = submit(
@@ -228,14 +230,14 @@ def test_home_in_the_interpreters_path_is_expanded(
     assert f"{line}\n" in done.stdout, done.stderr
 
 
-def test_a_time_of_0_is_no_limit_to_slurm(uneven: Path, submit: Command) -> None:
+def test_time_of_0_is_no_limit(uneven: Path, submit: Command) -> None:
     done = submit(
         "--backend", "sbatch", "--dry-run", "--time", "0", "--signal-seconds", "60", "--", "x"
     )
     assert "#SBATCH --time=0\n" in done.stdout, done.stderr
 
 
-def test_a_command_without_its_program(uneven: Path, submit: Command) -> None:
+def test_command_that_begins_with_an_option_is_refused(uneven: Path, submit: Command) -> None:
     done = submit("--backend", "sbatch", "--dry-run", "--", "-m", "train")
     assert (done.returncode, done.stdout) == (2, "")
     assert (
@@ -244,7 +246,7 @@ def test_a_command_without_its_program(uneven: Path, submit: Command) -> None:
     )
 
 
-def test_the_interpreter_that_was_asked_for(uneven: Path, submit: Command) -> None:
+def test_python_option_replaces_the_interpreter(uneven: Path, submit: Command) -> None:
     done = submit(
         "--backend", "sbatch", "--dry-run", "--python", "/opt/my python", "--", "python", "-m", "x"
     )
@@ -388,7 +390,7 @@ def test_speeds_need_a_global_batch(uneven: Path, submit: Command, tmp_path: Pat
     assert "--balance speeds.yaml needs --global-batch-size" in done.stderr
 
 
-def test_no_command_and_no_slurm(uneven: Path, submit: Command) -> None:
+def test_submit_without_a_command_or_slurm(uneven: Path, submit: Command) -> None:
     done = submit("--backend", "sbatch", "--dry-run")
     assert (done.returncode, done.stdout) == (2, "")
     assert "no command: put what every rank runs after --" in done.stderr
