@@ -1,19 +1,21 @@
-"""The embedded default: every planned rank as a process of this machine, through the environment of a Slurm step.
+"""The default without Slurm: every planned rank as a process of this machine.
 
-Where the machine has no GPU the ranks compute on the CPU (gloo), so any plan can be tried anywhere.
+Each rank gets the environment of a Slurm step. On a machine without GPUs the ranks compute on the
+CPU (gloo), so any plan can be tried anywhere.
 """
 
 import os
 import shlex
 import socket
 import sys
-from collections.abc import Iterator, Mapping
-from itertools import accumulate
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 
 from ddp_slurm.backends.processes import Process, run_all
 from ddp_slurm.cluster.this_machine import visible_gpus
 from ddp_slurm.errors import DdpSlurmError
-from ddp_slurm.plan import Plan
+from ddp_slurm.job.options import JobOptions
+from ddp_slurm.plan import Plan, PlannedRank
 from ddp_slurm.slurm_client.commands import clean_environ
 
 HOST = "127.0.0.1"
@@ -24,68 +26,79 @@ class LocalError(DdpSlurmError):
 
 
 def step_processes(plan: Plan, environ: Mapping[str, str]) -> Iterator[Process]:
-    """Every rank with the variables that an srun step over the plan's components would set.
+    """Every rank, with the variables that an srun step over the plan's components would set.
 
-    Raises LocalError where the machine has GPUs, but fewer than the plan.
+    Raises LocalError for options of other backends, and where the machine has GPUs, but fewer than
+    the plan.
     """
-    options = plan.options
-    for option, value in (
-        ("container", options.container),
-        ("launcher", options.launcher == "torchrun"),
-        ("setup", options.setup),
-        ("conda-env", options.conda_env),
-    ):
-        if value:
-            raise LocalError(
-                f"--{option} does not go with --backend local, which starts the ranks itself, in the environment of "
-                "this shell or of --venv"
-            )
-    devices = visible_gpus()
-    on_nodes = [component.gpus_per_node for component in plan.components for _ in component.nodes]
-    first_gpus = [0, *accumulate(on_nodes)]
-    if devices and len(devices) < first_gpus[-1]:
-        raise LocalError(
-            f"the plan has {first_gpus[-1]} GPUs, this machine has {len(devices)}; use --gpus {len(devices)}, "
-            "or CUDA_VISIBLE_DEVICES= (empty) to try the whole plan on the CPU"
-        )
-    ranks = list(plan.ranks())
-    on_node: dict[int, list[int]] = {}
-    for rank in ranks:
-        on_node.setdefault(rank.node_rank, []).append(rank.rank)
-    outer = clean_environ(environ)
-    base = {
-        "OMP_NUM_THREADS": "1",  # as torchrun does: with every core's threads in each, the ranks would only wait
-        "PYTHONUNBUFFERED": "1",
-        **outer,
-        **_venv_environ(options.venv, outer.get("PATH", os.defpath)),
-        **plan.job_env().to_environ(),
-        **_slurm_step(plan),
-        **options.env,
-    }
+    _check_options(plan.options)
+    devices = _devices_of_nodes(plan)
+    shared = _shared_environ(plan, environ)
     argv = task_command(plan)
     width = len(str(plan.world_size - 1))
-    for rank in ranks:
-        neighbours = on_node[rank.node_rank]
-        visible = devices[first_gpus[rank.node_rank] : first_gpus[rank.node_rank + 1]]
-        yield Process(
-            argv=argv,
-            name=f"rank {rank.rank} on {rank.node}",
-            label=f"[{rank.rank:{width}} {rank.node}] ",
-            environ={
-                **base,
-                **{
-                    k: v
-                    for k, v in plan.components[rank.component].task_env.items()
-                    if not k.endswith("_SOCKET_IFNAME")
+    for node_rank, ranks in groupby(plan.ranks(), key=lambda rank: rank.node_rank):
+        on_node = list(ranks)
+        own_devices = devices[node_rank] if devices else None
+        for rank in on_node:
+            yield Process(
+                argv=argv,
+                name=f"rank {rank.rank} on {rank.node}",
+                label=f"[{rank.rank:{width}} {rank.node}] ",
+                environ={
+                    **shared,
+                    **_component_environ(plan, rank),
+                    **_rank_environ(rank, on_node, own_devices),
                 },
-                "SLURM_PROCID": str(rank.rank),
-                "SLURM_LOCALID": str(rank.local_rank),
-                "SLURM_NODEID": str(rank.node_rank),
-                "SLURMD_NODENAME": rank.node,
-                "SLURM_GTIDS": ",".join(map(str, neighbours)),
-                **({"CUDA_VISIBLE_DEVICES": ",".join(visible)} if devices else {}),
-            },
+            )
+
+
+def _check_options(options: JobOptions) -> None:
+    others = {
+        "container": options.container is not None,
+        "launcher": options.launcher != "srun",
+        "setup": bool(options.setup),
+        "conda-env": options.conda_env is not None,
+    }
+    for option, is_given in others.items():
+        if is_given:
+            raise LocalError(
+                f"--{option} cannot be combined with --backend local, which starts the ranks in "
+                "the environment of this shell, or of --venv"
+            )
+
+
+def _devices_of_nodes(plan: Plan) -> list[Sequence[str]] | None:
+    """The GPUs of this machine, dealt out to the plan's nodes in order; None if it has none."""
+    devices = visible_gpus()
+    if not devices:
+        return None
+    counts = [component.gpus_per_node for component in plan.components for _ in component.nodes]
+    if len(devices) < sum(counts):
+        raise LocalError(
+            f"the plan has {sum(counts)} GPUs, this machine has {len(devices)}; "
+            f"use --gpus {len(devices)}, or CUDA_VISIBLE_DEVICES= (empty) to try the whole plan "
+            "on the CPU"
         )
+    dealt: list[Sequence[str]] = []
+    first = 0
+    for count in counts:
+        dealt.append(devices[first : first + count])
+        first += count
+    return dealt
+
+
+def _shared_environ(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that all ranks have in common; later ones win."""
+    outer = clean_environ(environ)
+    return {
+        "OMP_NUM_THREADS": "1",  # as torchrun sets it: with all cores each, ranks only wait
+        "PYTHONUNBUFFERED": "1",
+        **outer,
+        **_venv_environ(plan.options.venv, outer.get("PATH", os.defpath)),
+        **plan.job_env().to_environ(),
+        **_step_environ(plan),
+        **plan.options.env,
+    }
 
 
 def _venv_environ(venv: str | None, path: str) -> dict[str, str]:
@@ -98,23 +111,25 @@ def _venv_environ(venv: str | None, path: str) -> dict[str, str]:
     return {"VIRTUAL_ENV": venv, "PATH": f"{venv}/bin{os.pathsep}{path}"}
 
 
-def _slurm_step(plan: Plan) -> dict[str, str]:
-    env = {
+def _step_environ(plan: Plan) -> dict[str, str]:
+    """What Slurm would set for the whole step."""
+    nodelists = [component.nodelist for component in plan.components]
+    hosts = ",".join(sorted(nodelists))
+    environ = {
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_STEP_ID": "0",
         "SLURM_NTASKS": str(plan.world_size),
         "SLURM_STEP_NUM_TASKS": str(plan.world_size),
-        "SLURM_STEP_NODELIST": ",".join(sorted(c.nodelist for c in plan.components)),
-        "SLURM_JOB_NODELIST": ",".join(sorted(c.nodelist for c in plan.components)),
-        "MASTER_ADDR": HOST,  # the planned hosts' names mean nothing here
+        "SLURM_STEP_NODELIST": hosts,
+        "SLURM_JOB_NODELIST": hosts,
+        "MASTER_ADDR": HOST,  # the names of the planned hosts do not resolve here
         "MASTER_PORT": str(_free_port()),
     }
-    if len(plan.components) > 1:
-        env["SLURM_HET_SIZE"] = str(len(plan.components))
-        env |= {
-            f"SLURM_JOB_NODELIST_HET_GROUP_{i}": c.nodelist for i, c in enumerate(plan.components)
-        }
-    return env
+    if len(nodelists) > 1:
+        environ["SLURM_HET_SIZE"] = str(len(nodelists))
+        for index, nodelist in enumerate(nodelists):
+            environ[f"SLURM_JOB_NODELIST_HET_GROUP_{index}"] = nodelist
+    return environ
 
 
 def _free_port() -> int:
@@ -123,27 +138,49 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _component_environ(plan: Plan, rank: PlannedRank) -> dict[str, str]:
+    """The component's variables, without its network interface, which this machine may not have."""
+    task_env = plan.components[rank.component].task_env
+    return {name: value for name, value in task_env.items() if not name.endswith("_SOCKET_IFNAME")}
+
+
+def _rank_environ(
+    rank: PlannedRank, on_node: Sequence[PlannedRank], devices: Sequence[str] | None
+) -> dict[str, str]:
+    environ = {
+        "SLURM_PROCID": str(rank.rank),
+        "SLURM_LOCALID": str(rank.local_rank),
+        "SLURM_NODEID": str(rank.node_rank),
+        "SLURMD_NODENAME": rank.node,
+        "SLURM_GTIDS": ",".join(str(neighbour.rank) for neighbour in on_node),
+    }
+    if devices is not None:
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    return environ
+
+
 def task_command(plan: Plan) -> list[str]:
-    """The command, with this very interpreter for a bare ``python``: the one that has the packages, or --venv's."""
+    """The command, with this interpreter for ``python``: it has the packages; or with --venv's."""
     first, *rest = plan.options.task_command
-    bare = first in ("python", "python3") and not (plan.options.python or plan.options.venv)
-    return [sys.executable if bare else first, *rest]
+    is_python = first in ("python", "python3")
+    has_own_python = plan.options.python or plan.options.venv
+    return [sys.executable if is_python and not has_own_python else first, *rest]
 
 
 def describe(plan: Plan) -> str:
     """The command of each rank with its variables, for ``--dry-run``."""
     lines = []
     for process in step_processes(plan, {}):
-        variables = " ".join(
-            f"{name}={shlex.quote(value)}" for name, value in sorted(process.environ.items())
-        )
+        in_order = sorted(process.environ.items())
+        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in in_order)
         lines.append(f"{process.label}{variables} {shlex.join(process.argv)}\n")
     return "".join(lines)
 
 
 def run(plan: Plan) -> int:
-    """Run all ranks to the end. Returns 0, or the exit status of the first rank that failed (128 + its signal).
+    """Run all ranks to the end. Returns 0, or the status of the first that failed (128 + signal).
 
-    When one fails, and on Ctrl-C or SIGTERM (130, 143), the others are stopped; nothing is left running.
+    When one fails, and on a signal that ends this process, the others are stopped; nothing is left
+    running.
     """
     return run_all(list(step_processes(plan, os.environ)), "rank").status

@@ -1,4 +1,4 @@
-"""Several processes as one: their lines labelled, all stopped when one fails or on Ctrl-C, nothing left running."""
+"""Several processes as one: their lines labelled, all stopped when one fails or on a signal."""
 
 import asyncio
 import contextlib
@@ -19,8 +19,12 @@ LIFELINE_GRACE_SECONDS = 2 * STOP_GRACE_SECONDS
 """The other end of a lifeline needs its own grace and the way back."""
 HEARTBEAT_SECONDS = 5
 POLL_SECONDS = 0.05
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Those that stop all processes."""
 
 PR_SET_PDEATHSIG = 1
+
+Child = asyncio.subprocess.Process
 
 
 class StartError(DdpSlurmError):
@@ -29,15 +33,20 @@ class StartError(DdpSlurmError):
 
 @dataclass(frozen=True)
 class Process:
-    """A command of this machine: what it runs with, how its lines are labelled, what messages call it."""
+    """A command of this machine."""
 
     argv: Sequence[str]
     environ: Mapping[str, str]
+    """Its whole environment."""
     label: str
+    """The beginning of each of its lines."""
     name: str
+    """What messages call it."""
     lifeline: str | None = field(default=None, repr=False)
-    """Its standard input gets this line and a dot now and then, and is closed to stop it: for a command that runs on
-    another machine, where no signal of ours reaches, and that must end when this process or the connection does."""
+    """Its standard input gets this text and a dot every few seconds, and is closed to stop it.
+
+    For a command that runs on another machine, which no signal of ours reaches, and that must end
+    when this process or the connection does."""
 
 
 @dataclass(frozen=True)
@@ -47,51 +56,91 @@ class Ending:
     status: int
     """0, or the exit status of the first that failed (128 + its signal)."""
     interrupted: bool
-    """By Ctrl-C or SIGTERM."""
+    """By one of STOP_SIGNALS."""
 
 
 def run_all(processes: Sequence[Process], noun: str) -> Ending:
-    """Run the processes to the end, ``noun`` being what messages call one.
+    """Run the processes to the end; messages call one of them a ``noun``.
 
-    When one fails, and on Ctrl-C or SIGTERM (status 130, 143), the others are stopped. Raises StartError.
+    When one fails, and on one of STOP_SIGNALS (status 128 + signal), the others are stopped. Raises
+    StartError.
     """
-    return asyncio.run(_run_all(processes, noun))
+    return asyncio.run(_Run(noun).run(processes))
 
 
-async def _run_all(processes: Sequence[Process], noun: str) -> Ending:
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    interrupts: list[int] = []
-    failures: list[int] = []
+class _Run:
+    """Processes that end together."""
 
-    def interrupted(number: int) -> None:
-        interrupts.append(number)
-        stop.set()
+    def __init__(self, noun: str) -> None:
+        self.noun = noun
+        self.children: list[Child] = []
+        self.stopping = asyncio.Event()
+        self.interrupt: signal.Signals | None = None
+        self.failure = 0
+        """The exit status of the first that failed."""
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupted, number)
-    children: list[asyncio.subprocess.Process] = []
-    watchers: list[asyncio.Task[None]] = []
-    stopped = asyncio.create_task(stop.wait())
-    try:
-        for process in processes:
-            child = await _start(process)
-            children.append(child)
-            watchers.append(asyncio.create_task(_watch(child, process, stop, failures)))
-        # gather ends when all have, stop when one has failed
-        ends: list[asyncio.Future[Any]] = [asyncio.gather(*watchers), stopped]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        running = [child for child in children if child.returncode is None]
+    async def run(self, processes: Sequence[Process]) -> Ending:
+        for number in STOP_SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        watchers: list[asyncio.Task[None]] = []
+        try:
+            for process in processes:
+                child = await _start(process)
+                self.children.append(child)
+                watchers.append(asyncio.create_task(self._watch(child, process)))
+            await self._until_all_ended_or_one_failed(watchers)
+        finally:
+            await self._stop_running()
+            await asyncio.gather(*watchers)
+        if self.interrupt is not None:
+            return Ending(128 + self.interrupt, interrupted=True)
+        return Ending(self.failure, interrupted=False)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self.interrupt is None:
+            self.interrupt = number
+        self.stopping.set()
+
+    async def _until_all_ended_or_one_failed(self, watchers: Sequence[asyncio.Task[None]]) -> None:
+        all_ended: asyncio.Future[Any] = asyncio.gather(*watchers)
+        stopping: asyncio.Future[Any] = asyncio.create_task(self.stopping.wait())
+        await asyncio.wait([all_ended, stopping], return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+
+    async def _watch(self, child: Child, process: Process) -> None:
+        """Copy the output and wait for the end; the first that fails stops the others."""
+        copies = _copy_output(child, process.label.encode())
+        heartbeat = asyncio.create_task(_hold_lifeline(child, process.lifeline))
+        status = await _exit_of(child)
+        heartbeat.cancel()
+        # What the process left behind would hold the pipes open.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        await copies
+        is_news = status != 0 and not self.stopping.is_set()  # the others end because we stop them
+        if is_news:
+            self.stopping.set()
+            self.failure = 128 - status if status < 0 else status
+            _report(f"{process.label}{process.name} {_described(status)}")
+
+    async def _stop_running(self) -> None:
+        running = [child for child in self.children if child.returncode is None]
         if running:
-            print(f"stopping {counted(len(running), noun)}", file=sys.stderr, flush=True)
-        await _stop(running)
-        await asyncio.gather(*watchers)
-        stopped.cancel()
-    status = 128 + interrupts[0] if interrupts else failures[0] if failures else 0
-    return Ending(status, bool(interrupts))
+            _report(f"stopping {counted(len(running), self.noun)}")
+            await _stop(running)
 
 
-async def _start(process: Process) -> asyncio.subprocess.Process:
+def _report(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def _described(status: int) -> str:
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"exited with {status}"
+
+
+async def _start(process: Process) -> Child:
     try:
         return await asyncio.create_subprocess_exec(
             *process.argv,
@@ -99,69 +148,49 @@ async def _start(process: Process) -> asyncio.subprocess.Process:
             stdin=subprocess.DEVNULL if process.lifeline is None else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # a group of its own: its children are stopped with it, Ctrl-C comes through us
+            # A group of its own: its children are stopped with it, and Ctrl-C comes through us.
+            start_new_session=True,
             preexec_fn=_die_with_parent,
         )
-    except OSError as fault:
-        raise StartError(f"{process.argv[0]}: cannot be started: {fault.strerror}") from None
+    except OSError as error:
+        raise StartError(f"{process.argv[0]}: cannot be started: {error.strerror}") from None
 
 
 def _die_with_parent() -> None:
-    """Even where this process is killed with SIGKILL, none stays (prctl(2), Linux)."""
+    """End with this process, even if that is killed with SIGKILL (prctl(2), Linux)."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-async def _watch(
-    child: asyncio.subprocess.Process, process: Process, stop: asyncio.Event, failures: list[int]
-) -> None:
-    """Until the process has ended; the first that fails stops the others."""
-    assert child.stdout is not None
-    assert child.stderr is not None
-    label = process.label.encode()
-    pumps = asyncio.gather(
-        _pump(child.stdout, sys.stdout.buffer, label), _pump(child.stderr, sys.stderr.buffer, label)
-    )
-    heartbeat = (
-        asyncio.create_task(_hold_lifeline(child, process.lifeline))
-        if process.lifeline is not None
-        else None
-    )
-    returncode = await _exit_of(child)
-    if heartbeat is not None:
-        heartbeat.cancel()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)  # what it left behind would hold the pipes open
-    await pumps
-    if returncode and not stop.is_set():  # the others end because we stop them
-        stop.set()
-        failures.append(128 - returncode if returncode < 0 else returncode)
-        ending = (
-            f"was killed by {signal.Signals(-returncode).name}"
-            if returncode < 0
-            else f"exited with {returncode}"
-        )
-        print(f"{process.label}{process.name} {ending}", file=sys.stderr, flush=True)
-
-
-async def _exit_of(child: asyncio.subprocess.Process) -> int:
-    """Not ``child.wait()``: that also waits for the pipes, which a dead rank's data loaders still hold open."""
+async def _exit_of(child: Child) -> int:
+    """The exit status; ``child.wait()`` also waits until data loaders close the pipes."""
     while child.returncode is None:
         await asyncio.sleep(POLL_SECONDS)
     return child.returncode
 
 
-async def _hold_lifeline(child: asyncio.subprocess.Process, line: str) -> None:
-    assert child.stdin is not None
+async def _hold_lifeline(child: Child, text: str | None) -> None:
+    if text is None or child.stdin is None:
+        return
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        child.stdin.write(line.encode() + b"\n")
+        child.stdin.write(text.encode() + b"\n")
         while not child.stdin.is_closing():
             await child.stdin.drain()
             await asyncio.sleep(HEARTBEAT_SECONDS)
             child.stdin.write(b".")
 
 
-async def _pump(source: asyncio.StreamReader, sink: BinaryIO, label: bytes) -> None:
-    """Copy whole lines, each with its label; a last line without an end is given one."""
+def _copy_output(child: Child, label: bytes) -> asyncio.Future[tuple[None, None]]:
+    """Begin to copy both streams; the result is done at their ends."""
+    assert child.stdout is not None
+    assert child.stderr is not None
+    return asyncio.gather(
+        _copy_lines(child.stdout, sys.stdout.buffer, label),
+        _copy_lines(child.stderr, sys.stderr.buffer, label),
+    )
+
+
+async def _copy_lines(source: asyncio.StreamReader, sink: BinaryIO, label: bytes) -> None:
+    """Copy whole lines, each with its label; a last line without an end gets one."""
     rest = b""
     while chunk := await source.read(1 << 16):
         *lines, rest = (rest + chunk).split(b"\n")
@@ -171,42 +200,36 @@ async def _pump(source: asyncio.StreamReader, sink: BinaryIO, label: bytes) -> N
 
 
 def _write(sink: BinaryIO, text: bytes) -> None:
-    with contextlib.suppress(
-        OSError
-    ):  # "| head", a closed terminal, a full disk: the training goes on
+    # After "| head", a closed terminal or a full disk the training goes on.
+    with contextlib.suppress(OSError):
         sink.write(text)
         sink.flush()
 
 
-async def _stop(children: list[asyncio.subprocess.Process]) -> None:
-    """Ask all to end, and kill those that don't."""
-    for child in children:
-        if child.stdin is not None:
-            child.stdin.close()
-        else:
-            _signal_group(child, signal.SIGTERM)
-    for grace_seconds, has_lifeline in (
-        (STOP_GRACE_SECONDS, False),
-        (LIFELINE_GRACE_SECONDS, True),
-    ):
-        await _wait(
-            [child for child in children if (child.stdin is not None) is has_lifeline],
-            grace_seconds,
-        )
+async def _stop(children: Sequence[Child]) -> None:
+    """Ask all to end, and kill those that do not."""
+    with_lifeline = [child for child in children if child.stdin is not None]
+    here = [child for child in children if child.stdin is None]
+    for child in with_lifeline:
+        assert child.stdin is not None
+        child.stdin.close()
+    for child in here:
+        _signal_group(child, signal.SIGTERM)
+    await _wait(here, STOP_GRACE_SECONDS)
+    await _wait(with_lifeline, LIFELINE_GRACE_SECONDS)
     for child in children:
         _signal_group(child, signal.SIGKILL)
     await _wait(children, None)
 
 
-def _signal_group(child: asyncio.subprocess.Process, number: int) -> None:
+def _signal_group(child: Child, number: int) -> None:
     if child.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, number)
 
 
-async def _wait(children: list[asyncio.subprocess.Process], seconds: float | None) -> None:
-    running = [
-        asyncio.create_task(_exit_of(child)) for child in children if child.returncode is None
-    ]
+async def _wait(children: Sequence[Child], seconds: float | None) -> None:
+    running = [child for child in children if child.returncode is None]
     if running:
-        await asyncio.wait(running, timeout=seconds)
+        exits = [asyncio.create_task(_exit_of(child)) for child in running]
+        await asyncio.wait(exits, timeout=seconds)

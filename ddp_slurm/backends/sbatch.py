@@ -2,29 +2,30 @@
 
 import os
 import shutil
-import subprocess
 from collections.abc import Sequence
 
+from ddp_slurm.ask import NOT_FOUND, ask
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.slurm_client.commands import clean_environ
 
 
 class SubmitError(DdpSlurmError):
-    """Slurm did not take the job."""
+    """Slurm did not accept the job."""
 
 
 def check_setup(lines: Sequence[str]) -> None:
-    """Raises SubmitError, with bash's words, for setup lines that would end the job before it begins."""
+    """Raises SubmitError, with bash's message, for setup lines that bash cannot parse.
+
+    They would end the job before it begins.
+    """
     if not lines:
         return
-    try:
-        text = "\n".join(lines) + "\n"
-        done = subprocess.run(["/bin/bash", "-n"], input=text, capture_output=True, text=True)
-    except OSError:  # no bash here; there is one where the script runs
+    text = "\n".join(lines) + "\n"
+    answer = ask(["/bin/bash", "-n"], input=text.encode())
+    if answer.status in (0, NOT_FOUND):  # a machine without bash: the script runs elsewhere
         return
-    if done.returncode:
-        words = " ".join(line.removeprefix("/bin/bash: ") for line in done.stderr.splitlines())
-        raise SubmitError(f"--setup: bash cannot read these lines: {words}")
+    messages = [line.removeprefix("/bin/bash: ") for line in answer.err.splitlines()]
+    raise SubmitError(f"--setup: bash cannot parse these lines: {' '.join(messages)}")
 
 
 def is_available() -> bool:
@@ -32,20 +33,15 @@ def is_available() -> bool:
 
 
 def submit(script: str) -> str:
-    """Give the script to sbatch. Returns the job id; raises SubmitError with sbatch's own words."""
+    """Give the script to sbatch. Returns the job id; raises SubmitError with sbatch's message."""
     if not is_available():
         raise SubmitError(
-            "no sbatch on PATH: is this a login node of the cluster? Without Slurm use --backend local"
+            "no sbatch on PATH: is this a login node of the cluster? "
+            "Without Slurm use --backend local"
         )
-    result = subprocess.run(
-        ["sbatch", "--parsable"],
-        input=script.encode(),
-        capture_output=True,
-        env=clean_environ(os.environ),
-    )
-    # not text=True: with errors="replace" the script would be changed as well
-    out, err = (text.decode(errors="replace").strip() for text in (result.stdout, result.stderr))
-    job_id = out.partition(";")[0]  # "48;cluster" where there are several clusters
-    if result.returncode or not job_id.isdigit():
-        raise SubmitError(f"sbatch refused the job: {err or out or 'no reason given'}")
+    environ = clean_environ(os.environ)
+    answer = ask(["sbatch", "--parsable"], environ=environ, input=script.encode())
+    job_id = answer.out.strip().partition(";")[0]  # "48;cluster" where there are several clusters
+    if answer.status or not job_id.isdigit():
+        raise SubmitError(f"sbatch refused the job: {answer.text or 'no reason given'}")
     return job_id

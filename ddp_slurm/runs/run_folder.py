@@ -205,7 +205,10 @@ def _write(
 ) -> None:
     if cluster_file is not None and not cluster_file.is_file():
         cluster_file = None  # a pipe, such as of <(...), can be read only once, and was
-    cluster = cluster_file.read_text(encoding="utf-8") if cluster_file else _cluster_yaml(plan)
+    if cluster_file:
+        cluster = cluster_file.read_text(encoding="utf-8")
+    else:
+        cluster = cluster_yaml(planned_cluster(plan))
     files = {
         "script.sh": script,
         "plan.json": _json(plan_as_dict(plan)),
@@ -245,7 +248,8 @@ def _self_contained(options: JobOptions, folder: Path) -> JobOptions:
     return options.replaced(balance=options.balance.with_file(copy))
 
 
-def _cluster_yaml(plan: Plan) -> str:
+def planned_cluster(plan: Plan) -> Cluster:
+    """The part of the cluster that the plan uses: planned again, it gives the same plan."""
     machines = iter(plan.machines)
     nodes = [
         next(machines)._replace(
@@ -260,7 +264,7 @@ def _cluster_yaml(plan: Plan) -> str:
         for component in plan.components
         for _ in component.nodes
     ]
-    return cluster_yaml(Cluster(plan.cluster_name, tuple(nodes)))
+    return Cluster(plan.cluster_name, tuple(nodes))
 
 
 def plan_as_dict(plan: Plan) -> dict[str, Any]:

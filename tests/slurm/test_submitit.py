@@ -16,7 +16,11 @@ submitit = pytest.importorskip("submitit")
 cloudpickle = pytest.importorskip("cloudpickle")
 
 from submitit.core import utils  # noqa: E402
-from submitit.helpers import Checkpointable, DelayedSubmission, TorchDistributedEnvironment  # noqa: E402
+from submitit.helpers import (  # noqa: E402
+    Checkpointable,
+    DelayedSubmission,
+    TorchDistributedEnvironment,
+)
 
 from ddp_slurm.backends.submitit.executor import HetSlurmExecutor, HetSlurmJob  # noqa: E402
 from ddp_slurm.lab import Lab  # noqa: E402
@@ -102,7 +106,7 @@ def test_results_of_seven_ranks(executor: HetSlurmExecutor) -> None:
 
 def fails_on_rank_4() -> None:
     if submitit.JobEnvironment().global_rank == 4:
-        raise ValueError("the fault of rank 4")
+        raise ValueError("the error of rank 4")
     stay()
 
 
@@ -115,7 +119,7 @@ def test_an_exception_reaches_the_caller_with_traceback_and_host(
     ) as caught:
         job.results()
     assert "in fails_on_rank_4" in str(caught.value)
-    assert "ValueError: the fault of rank 4" in str(caught.value)
+    assert "ValueError: the error of rank 4" in str(caught.value)
 
 
 def exits_on_rank_4() -> None:
@@ -161,8 +165,8 @@ def memory_limit() -> Iterator[Callable[[int], None]]:
     limit = "memory.limit_in_bytes" if version_1 else "memory.max"
     try:
         group.mkdir()
-    except OSError as fault:
-        pytest.skip(f"no memory cgroup can be made here: {fault}")
+    except OSError as error:
+        pytest.skip(f"no memory cgroup can be made here: {error}")
     try:
         if not (group / limit).exists():
             pytest.skip(f"cgroups without a memory limit: no {group / limit}")
@@ -212,7 +216,7 @@ def test_scancel(executor: HetSlurmExecutor) -> None:
 
 
 class Counts(Checkpointable):  # type: ignore[misc]
-    """Waits for its signal in the first start, and says in the second which state it was given."""
+    """Waits for its signal in the first start, and returns in the second which state it was given."""
 
     def __init__(self, folder: Path, starts: int = 0) -> None:
         self.folder, self.starts = folder, starts
@@ -264,7 +268,8 @@ def test_from_the_command_line(executor: HetSlurmExecutor, tmp_path: Path) -> No
         "--follow",
         "--",
     ]
-    code = "import os, sys; rank = os.environ['SLURM_PROCID']; print('rank', rank); sys.exit(3 * (rank == sys.argv[1]))"
+    code = "import os, sys; rank = os.environ['SLURM_PROCID']; print('rank', rank)\n"
+    code += "sys.exit(3 * (rank == sys.argv[1]))"
     good, bad = (
         subprocess.run(
             [*command, "python", "-c", code, failing], cwd=tmp_path, capture_output=True, text=True

@@ -54,7 +54,7 @@ def test_no_split_is_faster(
     st.integers(0, 10**7),
     st.lists(st.tuples(st.floats(0, 1), st.floats(1e-6, 1)), min_size=1, max_size=9),
 )
-def test_a_large_split_cannot_be_mended_by_moving_a_sample(
+def test_moving_a_sample_does_not_improve_a_large_split(
     batch: int, costs: list[tuple[float, float]]
 ) -> None:
     shares = split_batch(batch, costs)
@@ -100,7 +100,7 @@ def test_known_splits(costs: list[tuple[float, float]], batch: int, shares: list
         ((9, [(0, 1), (0, 1)], 4), "global batch 9 does not fit: the ranks can take 8 at most"),
     ],
 )
-def test_faults(arguments: tuple, message: str) -> None:
+def test_split_batch_errors(arguments: tuple, message: str) -> None:
     with pytest.raises(BalanceError, match=message):
         split_batch(*arguments)
 

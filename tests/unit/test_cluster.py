@@ -1,4 +1,4 @@
-"""cluster.yaml: what is read, and what is refused with which words."""
+"""cluster.yaml: what is read, and what is refused with which message."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ def load(tmp_path: Path, text: str | bytes) -> Cluster:
     return Cluster.load(path)
 
 
-def faults(tmp_path: Path, text: str | bytes) -> list[str]:
+def errors(tmp_path: Path, text: str | bytes) -> list[str]:
     with pytest.raises(ClusterError) as caught:
         load(tmp_path, text)
     return str(caught.value).replace(str(tmp_path) + "/", "").splitlines()
@@ -78,7 +78,7 @@ def test_unquoted_scalars_keep_their_text(tmp_path: Path, text: str) -> None:
     )
 
 
-def test_ssh_of_the_cluster_holds_where_a_node_says_nothing(tmp_path: Path) -> None:
+def test_ssh_of_the_cluster_is_the_default_of_its_nodes(tmp_path: Path) -> None:
     cluster = load(
         tmp_path,
         "ssh: {user: ann, port: 2222}\nnodes:\n"
@@ -234,13 +234,13 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_what_is_refused(tmp_path: Path, case: str) -> None:
     text, expected = BAD[case]
-    found = faults(tmp_path, text)
+    found = errors(tmp_path, text)
     assert any(expected in line for line in found), found
     assert len(found) <= 2, found
 
 
-def test_all_faults_are_reported_at_once_in_the_order_of_lines(tmp_path: Path) -> None:
-    found = faults(
+def test_all_errors_are_reported_in_the_order_of_lines(tmp_path: Path) -> None:
+    found = errors(
         tmp_path,
         "nmae: x\nnodes:\n  - name: a\n    gpus: {type: a b}\n    memory: 1Gi\n    cpus: x\n",
     )

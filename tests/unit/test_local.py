@@ -1,4 +1,4 @@
-"""The embedded default: the planned ranks as processes of this machine."""
+"""The local backend: the planned ranks as processes of this machine."""
 
 import json
 import os
@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from ddp_slurm.job.options import JobOptions
 from ddp_slurm.plan import make_plan
 
 from ..processes import running
+from ..waiting import wait_until
 from .conftest import Command, Stub
 
 REPORT = """
@@ -25,7 +25,8 @@ import json, os, sys
 from dataclasses import asdict
 from ddp_slurm.rank_env import RankEnv
 print(json.dumps({**asdict(RankEnv.from_environ()), "node": os.environ["SLURMD_NODENAME"],
-                  "devices": os.environ.get("CUDA_VISIBLE_DEVICES"), "argv": sys.argv[1:], "a": os.environ.get("A")}))
+                  "devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+                  "argv": sys.argv[1:], "a": os.environ.get("A")}))
 """
 
 
@@ -78,11 +79,12 @@ def test_seven_ranks_as_under_slurm(uneven: Path, submit: Command, tmp_path: Pat
     ]
 
 
-def test_a_ranks_whole_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_processes_whole_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     path = tmp_path / "c.yaml"
     path.write_text(
-        "nodes:\n  - {name: z, gpus: 1}\n  - {name: 'a[1-2]', gpus: 2, interface: eno1, env: {NCCL_DEBUG: INFO, X: node}}\n"
+        "nodes:\n  - {name: z, gpus: 1}\n"
+        "  - {name: 'a[1-2]', gpus: 2, interface: eno1, env: {NCCL_DEBUG: INFO, X: node}}\n"
     )
     options = {"command": ["python", "t.py"], "env": ["A=b c", "X=job"], "global_batch_size": "5"}
     plan = make_plan(Cluster.load(path), JobOptions.read(options))
@@ -139,7 +141,7 @@ def test_a_ranks_whole_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("2,-1,3", "echo 'GPU 0: X'", ("2",)),
     ],
 )
-def test_which_gpus_there_are(
+def test_visible_gpus(
     visible: str | None,
     listing: str,
     gpus: tuple[str, ...],
@@ -156,14 +158,16 @@ def test_which_gpus_there_are(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"container": "docker:x"}, "--container does not go"),
-        ({"launcher": "torchrun"}, "--launcher does not go"),
-        ({"setup": "module load cuda"}, "--setup does not go"),
-        ({"conda-env": "torch"}, "--conda-env does not go"),
+        ({"container": "docker:x"}, "--container cannot be combined with"),
+        ({"launcher": "torchrun"}, "--launcher cannot be combined with"),
+        ({"setup": "module load cuda"}, "--setup cannot be combined with"),
+        ({"conda-env": "torch"}, "--conda-env cannot be combined with"),
         ({"venv": "no-such-folder"}, "--venv: 'no-such-folder' has no bin/python"),
     ],
 )
-def test_what_needs_another_backend(uneven: Path, options: dict[str, str], words: str) -> None:
+def test_options_of_other_backends_are_refused(
+    uneven: Path, options: dict[str, str], words: str
+) -> None:
     plan = make_plan(
         Cluster.load(uneven), JobOptions.read({"command": ["python", "t.py"], **options})
     )
@@ -217,7 +221,7 @@ def test_gpus_of_the_machine_are_dealt_out_node_by_node(
     )
 
 
-def test_without_a_cluster_file_it_is_this_machine(
+def test_the_cluster_without_a_file_is_this_machine(
     submit: Command, tmp_path: Path, stub: Stub
 ) -> None:
     (tmp_path / "report.py").write_text(REPORT)
@@ -235,7 +239,7 @@ def test_without_a_cluster_file_it_is_this_machine(
 
 
 def is_running(pid: str) -> bool:
-    """A zombie is not: its parent, here init in its own time, has only to take note of it."""
+    """Not a zombie, which only waits for its parent, here init, to take notice."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -244,17 +248,20 @@ def is_running(pid: str) -> bool:
 
 @pytest.fixture
 def child_folder(tmp_path: Path) -> Iterator[Path]:
-    """Ranks write their own and their child's process id here; none may be alive after the test."""
+    """Ranks leave their own and their child's process id here; none may survive the test."""
     folder = tmp_path / "pids"
     folder.mkdir()
     yield folder
-    give_up = time.monotonic() + 20  # a process that was sent SIGKILL dies when it is scheduled
-    while any(is_running(path.name) for path in folder.iterdir()) and time.monotonic() < give_up:
-        time.sleep(0.02)
-    alive = [int(path.name) for path in folder.iterdir() if is_running(path.name)]
-    for pid in alive:
-        os.kill(pid, signal.SIGKILL)
-    assert not alive
+
+    def alive() -> list[int]:
+        return [int(path.name) for path in folder.iterdir() if is_running(path.name)]
+
+    try:
+        # A process that was sent SIGKILL dies when it is scheduled.
+        wait_until(lambda: not alive(), lambda: f"the end of {alive()}", seconds=20)
+    finally:
+        for pid in alive():
+            os.kill(pid, signal.SIGKILL)
 
 
 STAY = """
@@ -266,7 +273,7 @@ print("up", flush=True)
 if os.environ["SLURM_PROCID"] == "4" and sys.argv[1:] == ["fail"]:
     while len(os.listdir("pids")) < 14:
         time.sleep(0.01)
-    print("rank 4 has a fault", file=sys.stderr)
+    print("rank 4 failed", file=sys.stderr)
     sys.exit(3)
 time.sleep(600)
 """
@@ -282,20 +289,19 @@ def test_one_failing_rank_stops_all(
     (tmp_path / "tools/sleep").symlink_to("/bin/sleep")
     done = submit("--backend", "local", "--", "stay.py", "fail")
     assert done.returncode == 3
-    assert "[4 alpha] rank 4 has a fault" in done.stderr
+    assert "[4 alpha] rank 4 failed" in done.stderr
     assert "rank 4 on alpha exited with 3" in done.stderr
     assert "stopping 6 ranks\n" in done.stderr
-    assert done.stderr.count(" on alpha ") == 1, "how the others ended is our doing, not news"
+    assert done.stderr.count(" on alpha ") == 1, "the others ended because they were stopped"
 
 
 CLOSES = """
-import os, pathlib, signal, sys, time
+import os, signal, sys
 if os.environ["SLURM_PROCID"] == "0":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("x" * 50000 + " closed"))
-    pathlib.Path("ready").touch()
-    time.sleep(600)
-while not pathlib.Path("ready").exists():
-    time.sleep(0.01)
+    open("ready", "w").close()
+    signal.pause()
+open("ready").read()
 sys.exit(3)
 """
 
@@ -304,6 +310,7 @@ def test_a_rank_that_is_stopped_may_close_what_it_has_open(
     uneven: Path, submit: Command, tmp_path: Path
 ) -> None:
     (tmp_path / "rank.py").write_text(CLOSES)
+    os.mkfifo(tmp_path / "ready")
     done = submit("--backend", "local", "--gpus", "2", "--", "rank.py")
     assert done.returncode == 3
     assert done.stderr.endswith("x closed\n")
@@ -379,7 +386,7 @@ def full_disk() -> int:
 
 
 @pytest.mark.parametrize("output", [closed_pipe, closed_terminal, full_disk])
-def test_an_output_that_cannot_be_written_ends_nothing(
+def test_a_broken_output_ends_nothing(
     uneven: Path, tmp_path: Path, output: Callable[[], int]
 ) -> None:
     (tmp_path / "rank.py").write_text(TALKS)
@@ -407,7 +414,7 @@ def test_an_output_that_cannot_be_written_ends_nothing(
     assert (log.parent / "exit").read_text().startswith("status=0\n")
 
 
-def test_a_log_that_cannot_be_written_ends_nothing_and_is_said_once(
+def test_a_full_log_ends_nothing_and_is_reported_once(
     uneven: Path, submit: Command, tmp_path: Path
 ) -> None:
     (tmp_path / "rank.py").write_text(f"{TALKS}\nimport sys; sys.exit(3)")
@@ -418,7 +425,7 @@ def test_a_log_that_cannot_be_written_ends_nothing_and_is_said_once(
     assert done.stdout.endswith("[0 gamma] 29999\n")
 
 
-def test_a_log_that_cannot_be_made_is_a_message(
+def test_a_log_that_cannot_be_created_is_an_error(
     uneven: Path, submit: Command, tmp_path: Path
 ) -> None:
     (tmp_path / "log").symlink_to("no-such-folder/log")
@@ -430,12 +437,8 @@ def test_a_log_that_cannot_be_made_is_a_message(
     )
 
 
-def test_the_exit_status_stays_where_the_reader_goes_away_in_the_middle(
-    uneven: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "rank.py").write_text(
-        "import os, time\nwhile not os.path.exists('gone'): time.sleep(0.01)\nexit(3)"
-    )
+def test_the_exit_status_stays_when_the_reader_goes_away(uneven: Path, tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text("open('gone').read(); exit(3)")
     command = [
         sys.executable,
         "-m",
@@ -447,11 +450,12 @@ def test_the_exit_status_stays_where_the_reader_goes_away_in_the_middle(
         "--",
         "rank.py",
     ]
+    os.mkfifo(tmp_path / "gone")
     with running(command, cwd=tmp_path) as launcher:
         assert launcher.stdout is not None
         assert "kept in" in launcher.stdout.readline()
         launcher.stdout.close()
-        (tmp_path / "gone").touch()
+        (tmp_path / "gone").open("w").close()
         assert launcher.wait(timeout=60) == 3
     (log,) = tmp_path.glob("ddp_slurm_runs/*/log")
     assert "rank 0 on gamma exited with 3" in log.read_text()

@@ -1,4 +1,4 @@
-"""What a mapping must look like to be read, and how its faults are named."""
+"""What a mapping must look like to be read, and how its errors are named."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +40,7 @@ def test_values_defaults_and_what_was_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "faults"),
+    ("value", "errors"),
     [
         (
             {"nmae": "x", "inner": [{}, {"low": "0"}]},
@@ -87,7 +87,7 @@ def test_values_defaults_and_what_was_given() -> None:
         ({"two_words": None}, ["two_words: expected a text, got nothing"]),
     ],
 )
-def test_all_faults_at_once(value: dict[str, Any], faults: list[str]) -> None:
+def test_all_errors_at_once(value: dict[str, Any], errors: list[str]) -> None:
     with pytest.raises(Invalid) as caught:
         Outer.read(value)
-    assert str(caught.value) == "; ".join(faults)
+    assert str(caught.value) == "; ".join(errors)

@@ -319,7 +319,7 @@ BAD = {
     ),
     "setup with an open quote": (
         ["--setup", 'cd "foo'],
-        "--setup: bash cannot read these lines: line 1: unexpected EOF",
+        "--setup: bash cannot parse these lines: line 1: unexpected EOF",
     ),
     "setup with a backslash": (
         ["--setup", "a b \\"],
@@ -366,7 +366,7 @@ def test_errors_of_all_sources_are_one_report(
         "bad.yaml:2: nodes[0].cpsu",
         "--output: '$NOT_SET/x': the variable $NOT_SET is not set here",
         "no command: put what every rank runs after --",
-        "--setup: bash cannot read these lines",
+        "--setup: bash cannot parse these lines",
     ):
         assert words in done.stderr
     lines = done.stderr.splitlines()

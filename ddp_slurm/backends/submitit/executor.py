@@ -1,10 +1,12 @@
-"""submitit over uneven nodes: a Python function, or a command, on every rank of a heterogeneous job.
+"""submitit over uneven nodes: a Python function, or a command, on every rank of a job.
 
-submitit's own executor asks for so many nodes with so many tasks each, its environment divides tasks by nodes, and its
-watcher knows sacct only. Here the plan decides, each rank's place comes from the srun step, and the state comes from
-what there is. Used as ``submitit.AutoExecutor(folder, cluster="het_slurm")`` or directly.
+submitit's own executor asks for a number of nodes with the same number of tasks on each, its
+environment divides tasks by nodes, and its watcher asks sacct only. Here the plan decides, the srun
+step defines each rank's place, and the state comes from whatever source has it. Used as
+``submitit.AutoExecutor(folder, cluster="het_slurm")`` or directly.
 
-Every rank loads this module, as submitit loads all its plug-ins: what only submits is imported where it is used.
+Every rank loads this module, as submitit loads all its plug-ins: imports that only the submitting
+side needs are inside the functions.
 """
 
 import logging
@@ -17,13 +19,14 @@ from ddp_slurm.backends.submitit.job import HetSlurmJob
 from ddp_slurm.backends.submitit.rank import NAME, HetSlurmJobEnvironment, RankCommand, core, utils
 
 if TYPE_CHECKING:
+    from ddp_slurm.backends.submitit.plan import TaskJob
     from ddp_slurm.cluster import Cluster
     from ddp_slurm.plan import Plan
 
 __all__ = ["CommandJob", "HetSlurmExecutor", "HetSlurmJob", "HetSlurmJobEnvironment"]
 
 SIGNAL_SECONDS = 90
-"""submitit's own default: so long before the time limit the function's checkpoint is taken."""
+"""submitit's own default: the function's checkpoint is taken so long before the time limit."""
 
 log = logging.getLogger("submitit")
 
@@ -32,16 +35,20 @@ class HetSlurmExecutor(core.PicklingExecutor):
     """Runs functions on every rank of a plan over uneven nodes.
 
     Args:
-        folder: for pickles, scripts and logs; on a disk that all nodes share. May hold ``%j``, the job's id.
+        folder: for pickles, scripts and logs, on a disk that all nodes share; may hold ``%j``, the
+            job's id.
         cluster: a cluster.yaml or a Cluster; default ./cluster.yaml, else the live Slurm.
         job: a job.yaml; ``update_parameters`` takes its keys too, with ``_`` for ``-``, and wins.
-        max_num_timeout: how often a function with a ``checkpoint`` is requeued at its time limit.
-        plan: one made by ``make_plan``, in place of cluster, job and parameters.
-        cluster_file: what to keep in the run folder where ``plan`` is given.
-        signal_seconds: when the ranks get submitit's signal, where the options do not say; None for never.
+        max_num_timeout: how often a job is restarted, where the parameters have no
+            ``max_restarts``.
+        plan: one made by ``make_plan``, instead of cluster, job and parameters.
     """
 
     job_class = HetSlurmJob
+    signal_seconds: int | None = SIGNAL_SECONDS
+    """When the ranks get submitit's signal, where the options have none; None: never."""
+    cluster_file: Path | None = None
+    """What to keep in the run folder where ``plan`` was given."""
 
     def __init__(
         self,
@@ -51,12 +58,12 @@ class HetSlurmExecutor(core.PicklingExecutor):
         max_num_timeout: int = 3,
         max_pickle_size_gb: float = 1.0,
         plan: "Plan | None" = None,
-        cluster_file: Path | None = None,
-        signal_seconds: int | None = SIGNAL_SECONDS,
     ) -> None:
         super().__init__(folder, max_num_timeout, max_pickle_size_gb)
-        self._cluster, self._job, self._fixed_plan = cluster, Path(job) if job else None, plan
-        self._cluster_file, self._signal_seconds = cluster_file, signal_seconds
+        self._cluster = cluster
+        self._job = Path(job) if job else None
+        self._fixed_plan = plan
+        self._default_restarts = max_num_timeout
         self.parameters["timeout_min"] = 0
 
     @classmethod
@@ -65,35 +72,44 @@ class HetSlurmExecutor(core.PicklingExecutor):
 
     @classmethod
     def affinity(cls) -> int:
-        """There with a Slurm, and never chosen unasked: submitit's own executor serves even nodes."""
+        """Available with Slurm, never the default: submitit's own executor is for even nodes."""
         return -1 if shutil.which("srun") is None else 0
 
     def _convert_parameters(self, params: dict[str, Any]) -> dict[str, Any]:
-        return params  # submitit's own words are understood by _internal_update_parameters
+        return params  # _internal_update_parameters understands submitit's own names
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
-        """Take keys of job.yaml, or submitit's words for the same. Raises OptionsError for others, and bad values."""
+        """Take keys of job.yaml, or submitit's names for the same. Raises OptionsError."""
         from ddp_slurm.backends.submitit import plan as submitit_plan
 
         if self._fixed_plan is not None:
             raise submitit_plan.OptionsError(
                 "this executor was given a plan; make another plan for other parameters"
             )
-        # in place: AutoExecutor shares the dict
-        self.parameters.update(submitit_plan.merged_parameters(self.parameters, kwargs, self._job))
+        merged = submitit_plan.merged_parameters(self.parameters, kwargs, self._job)
+        self.parameters.update(merged)  # in place: AutoExecutor shares the dict
 
     def plan(self) -> "Plan":
-        """Who would run where, with the parameters as they are now. Raises DdpSlurmError."""
+        """Who would run where, with the current parameters. Raises DdpSlurmError."""
         from ddp_slurm.backends.submitit import plan as submitit_plan
+        from ddp_slurm.plan import make_plan
 
-        return self._fixed_plan or submitit_plan.plan_of(self.parameters, self._cluster, self._job)
+        if self._fixed_plan is not None:
+            return self._fixed_plan
+        return make_plan(*submitit_plan.what_to_plan(self.parameters, self._cluster, self._job))
 
     def script(self) -> str:
-        """The job script that ``submit`` would give to sbatch."""
+        """The job script that ``submit`` would give to sbatch. Raises DdpSlurmError."""
+        return self._task_job().script
+
+    def _task_job(self) -> "TaskJob":
         from ddp_slurm.backends.submitit import plan as submitit_plan
 
-        return submitit_plan.script_of(
-            self.plan(), self.folder, self.max_num_timeout, self._signal_seconds
+        wanted = self._fixed_plan or submitit_plan.what_to_plan(
+            self.parameters, self._cluster, self._job
+        )
+        return submitit_plan.make_task_job(
+            wanted, self.folder, self._default_restarts, self.signal_seconds
         )
 
     def _internal_process_submissions(
@@ -101,22 +117,23 @@ class HetSlurmExecutor(core.PicklingExecutor):
     ) -> "list[core.Job[Any]]":
         if len(delayed_submissions) > 1:
             log.info(
-                f"{len(delayed_submissions)} jobs, each submitted by itself: Slurm refuses arrays of het jobs"
+                f"{len(delayed_submissions)} jobs, submitted one by one: "
+                "Slurm refuses arrays of heterogeneous jobs"
             )
         return super()._internal_process_submissions(list(delayed_submissions))
 
     def _submit_command(self, command: str) -> "core.Job[Any]":
-        """In place of submitit's own way, which lets sbatch inherit the variables of a surrounding job."""
+        """Not submitit's own way, in which sbatch inherits a surrounding job's variables."""
         from ddp_slurm.backends.submitit import plan as submitit_plan
 
-        plan = self.plan()
-        text = submitit_plan.script_of(
-            plan, self.folder, self.max_num_timeout, self._signal_seconds
-        )
-        job_id = submitit_plan.submit(plan, text, self.folder, self._cluster, self._cluster_file)
-        job: HetSlurmJob[Any] = self.job_class(self.folder, job_id, range(plan.world_size))
-        job.paths.folder.mkdir(parents=True, exist_ok=True)
-        job.paths.submission_file.write_text(text)
+        task_job = self._task_job()
+        cluster_file = self.cluster_file
+        if self._fixed_plan is None:
+            cluster_file = submitit_plan.cluster_file_of(self._cluster)
+        job_id = task_job.submit(cluster_file)
+        ranks = range(task_job.plan.world_size)
+        job: HetSlurmJob[Any] = self.job_class(self.folder, job_id, ranks)
+        job.paths.submission_file.write_text(task_job.script)
         return job
 
     def _num_tasks(self) -> int:
@@ -130,21 +147,21 @@ class HetSlurmExecutor(core.PicklingExecutor):
 
     @staticmethod
     def _get_job_id_from_submission_command(string: bytes | str) -> str:
-        return (string.decode() if isinstance(string, bytes) else string).strip().partition(";")[0]
+        text = string.decode() if isinstance(string, bytes) else string
+        return text.strip().partition(";")[0]
 
 
 class CommandJob:
-    """``submit --backend submitit``: the planned command on every rank, submitit's files in the run folder."""
+    """``submit --backend submitit``: the planned command on every rank.
+
+    submitit's files are in the run folder.
+    """
 
     def __init__(self, plan: "Plan", runs: Path, cluster_file: Path | None) -> None:
         self._command = plan.options.task_command
-        self._executor = HetSlurmExecutor(
-            runs / "%j",
-            plan=plan,
-            cluster_file=cluster_file,
-            max_num_timeout=0,
-            signal_seconds=None,
-        )
+        self._executor = HetSlurmExecutor(runs / "%j", plan=plan, max_num_timeout=0)
+        self._executor.cluster_file = cluster_file
+        self._executor.signal_seconds = None
 
     @property
     def script(self) -> str:

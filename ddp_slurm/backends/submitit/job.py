@@ -1,9 +1,9 @@
-"""Jobs of HetSlurmExecutor on the submitting side: their state without accounting, and their results by rank."""
+"""Jobs of HetSlurmExecutor on the submitting side: state without accounting, results by rank."""
 
 import contextlib
 import pickle
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,17 +11,21 @@ from ddp_slurm.backends.submitit.rank import core, utils
 from ddp_slurm.runs.log import RankFilter, tail
 from ddp_slurm.slurm_client.states import JobState, Patience, active_states, read_state, settle
 
-if TYPE_CHECKING:  # every rank loads this module with submitit's plug-ins, and needs none of it
+if TYPE_CHECKING:  # every rank loads this module with submitit's plug-ins, without needing it
     from ddp_slurm.runs.run_folder import Run
 
 WATCH_SECONDS = 4
-"""At most so old is a job's state; one squeue asks for all jobs of this process."""
+"""The age at which a job's state is read again; one squeue asks for all jobs of this process."""
 SETTLE_SECONDS = 15
-"""How long a result file may come after the end of its job: network file systems cache what a folder holds."""
+"""How late a result file may appear after its job's end: network file systems cache folders."""
+SETTLE_AFTER_FAILURE_SECONDS = 1.0
+
+Outcome = tuple[str, Any]
+"""``("success", result)`` or ``("error", traceback)``."""
 
 
 class StateWatcher(core.InfoWatcher):
-    """The states of all jobs of this process: one squeue for those that run, the other sources for those that ended."""
+    """The states of all jobs of this process: one squeue for those that run."""
 
     def __init__(self, delay_s: int = WATCH_SECONDS) -> None:
         super().__init__(delay_s)
@@ -34,22 +38,24 @@ class StateWatcher(core.InfoWatcher):
         self.register_job(job_id)
 
     def update(self) -> None:
-        """Raises StateError when Slurm has been silent about a job for too long."""
+        """Raises StateError when no source has answered about a job for too long."""
         waiting = [job_id for job_id in self._registered if job_id not in self._finished]
         if not waiting:
             return
         self._num_calls += 1
         active = active_states(waiting)
         for job_id in waiting:
-            state = active.get(job_id) or self._ended(job_id)
-            self._states[job_id] = state
-            nodes = ",".join(component.nodes for component in state.components if component.nodes)
-            self._info_dict[job_id] = {"JobID": job_id, "State": state.state, "NodeList": nodes}
-            if state.is_final:
-                self._finished.add(job_id)
+            self._keep(job_id, active.get(job_id) or self._ended(job_id))
         self._last_status_check = time.time()
         for job_id in waiting:
             self._patience.setdefault(job_id, Patience()).check(self._states[job_id])
+
+    def _keep(self, job_id: str, state: JobState) -> None:
+        self._states[job_id] = state
+        nodes = ",".join(component.nodes for component in state.components if component.nodes)
+        self._info_dict[job_id] = {"JobID": job_id, "State": state.state, "NodeList": nodes}
+        if state.is_final:
+            self._finished.add(job_id)
 
     def _ended(self, job_id: str) -> JobState:
         run = self._runs.get(job_id)
@@ -67,7 +73,7 @@ class StateWatcher(core.InfoWatcher):
         return job_id in self._states and self._states[job_id].is_final
 
     def state(self, job_id: str) -> JobState | None:
-        """The job as it was seen last."""
+        """The job's state as it was read last."""
         return self._states.get(job_id)
 
     def clear(self) -> None:
@@ -95,8 +101,8 @@ class HetSlurmJob(core.Job[core.R]):
         from ddp_slurm.job.log_path import RUNS_FOLDER
         from ddp_slurm.runs.run_folder import RECORD, load_run
 
-        independent = utils.JobPaths.get_first_id_independent_folder(self._paths._folder)
-        for folder in (independent / RUNS_FOLDER / self.job_id, self._paths.folder):
+        fixed = utils.JobPaths.get_first_id_independent_folder(self._paths._folder)
+        for folder in (fixed / RUNS_FOLDER / self.job_id, self._paths.folder):
             if (folder / RECORD).exists():
                 return load_run(folder)
         return None
@@ -108,11 +114,12 @@ class HetSlurmJob(core.Job[core.R]):
         return utils.JobPaths(self._paths._folder, self.job_id, rank).result_pickle
 
     def done(self, force_check: bool = False) -> bool:
-        """Whether the job has ended. One rank's error is no end: the others go on, or the job is requeued."""
-        with contextlib.suppress(OSError):
-            self.paths.folder.chmod(
-                self.paths.folder.stat().st_mode
-            )  # makes a network file system look again
+        """Whether the job has ended.
+
+        One rank's error is not the end: the others go on, or the job is requeued.
+        """
+        with contextlib.suppress(OSError):  # makes a network file system read the folder again
+            self.paths.folder.chmod(self.paths.folder.stat().st_mode)
         if all(self._result_file(rank).exists() for rank in self._world):
             return True
         return self.watcher.is_done(self.job_id, mode="force" if force_check else "standard")
@@ -123,10 +130,11 @@ class HetSlurmJob(core.Job[core.R]):
         return results if self._sub_jobs else results[0]
 
     def results(self) -> list[Any]:
-        """Wait for the end and give the results of this job's ranks, in their order.
+        """Wait for the end and return the results of this job's ranks, in their order.
 
-        Raises submitit's FailedJobError with the traceback of the rank that failed first, and its host; where ranks
-        left no result UncompletedJobError, with the job's state and the end of its log.
+        Raises submitit's FailedJobError with the traceback of the rank that failed first, and its
+        host; where ranks left no result UncompletedJobError, with the job's state and the end of
+        its log.
         """
         self.wait()
         outcomes = self._outcomes()
@@ -136,53 +144,58 @@ class HetSlurmJob(core.Job[core.R]):
         return [outcomes[rank][1] for rank in self._tasks]
 
     def exception(self) -> "utils.UncompletedJobError | None":
-        """Wait for the end and give what ``results()`` would raise, None for nothing."""
+        """Wait for the end and return what ``results()`` would raise, None for nothing."""
         self.wait()
         return self._failure(self._outcomes())
 
-    def _outcomes(self) -> dict[int, tuple[str, Any]]:
-        """``("success", result)`` or ``("error", traceback)`` of each rank that left one."""
+    def _outcomes(self) -> dict[int, Outcome]:
+        """The outcome of each rank that left one."""
         state = self.watcher.state(self.job_id)
-        late = self._results_timeout_s if state is None or state.state == "COMPLETED" else 1.0
-        give_up = time.monotonic() + late
-        outcomes: dict[int, tuple[str, Any]] = {}
+        has_failed = state is not None and state.state != "COMPLETED"
+        wait_seconds = SETTLE_AFTER_FAILURE_SECONDS if has_failed else self._results_timeout_s
+        give_up = time.monotonic() + wait_seconds
+        outcomes: dict[int, Outcome] = {}
         while True:
             for rank in self._tasks:
-                if (
-                    rank not in outcomes
-                    and (outcome := _load_outcome(self._result_file(rank))) is not None
-                ):
+                outcome = None if rank in outcomes else _load_outcome(self._result_file(rank))
+                if outcome is not None:
                     outcomes[rank] = outcome
             if len(outcomes) == len(self._tasks) or time.monotonic() > give_up:
                 return outcomes
             time.sleep(0.2)
 
-    def _failure(self, outcomes: dict[int, tuple[str, Any]]) -> "utils.UncompletedJobError | None":
+    def _failure(self, outcomes: Mapping[int, Outcome]) -> "utils.UncompletedJobError | None":
         failed = [rank for rank, (outcome, _) in outcomes.items() if outcome == "error"]
         missing = [rank for rank in self._tasks if rank not in outcomes]
-        if not failed and not missing:
-            return None
-        state = self.watcher.state(self.job_id)
-        # where all results are there nobody has asked Slurm
-        about = f"job {self.job_id}" + (f" is {state.describe()}" if state else "")
-        path = self._log_path
         if failed:
-            # the others' errors are often that this one went away
-            first = min(failed, key=lambda rank: self._result_file(rank).stat().st_mtime_ns)
-            others = (
-                f"; so did {_ranks(r for r in failed if r != first)}" if len(failed) > 1 else ""
-            )
-            return utils.FailedJobError(
-                f"{self._named(first)} failed{others}; {about}\n{outcomes[first][1].rstrip()}\nIts log is {path}"
-            )
+            return self._failed(failed, outcomes)
+        return self._uncompleted(missing) if missing else None
+
+    def _failed(
+        self, failed: Sequence[int], outcomes: Mapping[int, Outcome]
+    ) -> "utils.FailedJobError":
+        # The others' errors are often that the first one is gone.
+        first = min(failed, key=lambda rank: self._result_file(rank).stat().st_mtime_ns)
+        others = [rank for rank in failed if rank != first]
+        also = f"; so did {_ranks(others)}" if others else ""
+        traceback = outcomes[first][1].rstrip()
+        return utils.FailedJobError(
+            f"{self._named(first)} failed{also}; {self._described()}\n{traceback}\n"
+            f"Its log is {self._log_path}"
+        )
+
+    def _uncompleted(self, missing: Sequence[int]) -> "utils.UncompletedJobError":
         cut_off = [rank for rank in missing if self._result_file(rank).exists()]
         left = f"{_ranks(missing)} left no result"
-        left += f" (the file of {_ranks(cut_off)} is cut off)" if cut_off else ""
-        end = tail(path)
-        return utils.UncompletedJobError(
-            f"{about}: {left}"
-            + (f"\nThe end of {path}:\n{end}" if end else f"\nThere is no log {path}")
-        )
+        if cut_off:
+            left += f" (the file of {_ranks(cut_off)} is cut off)"
+        end = tail(self._log_path)
+        log = f"The end of {self._log_path}:\n{end}" if end else f"There is no log {self._log_path}"
+        return utils.UncompletedJobError(f"{self._described()}: {left}\n{log}")
+
+    def _described(self) -> str:
+        state = self.watcher.state(self.job_id)  # None where all results exist: Slurm was not asked
+        return f"job {self.job_id}" + (f" is {state.describe()}" if state else "")
 
     def _named(self, rank: int) -> str:
         run = self.run
@@ -191,14 +204,12 @@ class HetSlurmJob(core.Job[core.R]):
     @property
     def _log_path(self) -> Path:
         run = self.run
-        return (
-            Path(run.log)
-            if run and run.log
-            else utils.JobPaths(self._paths._folder, self.job_id, 0).stdout
-        )
+        if run and run.log:
+            return Path(run.log)
+        return utils.JobPaths(self._paths._folder, self.job_id, 0).stdout
 
     def stdout(self) -> str | None:
-        """What the job wrote, both streams; of one rank its own lines. None as long as there is no log."""
+        """What the job wrote, both streams; of one rank its own lines. None without a log."""
         return self._get_logs_string("stdout")
 
     def stderr(self) -> str | None:
@@ -213,18 +224,19 @@ class HetSlurmJob(core.Job[core.R]):
         if self._sub_jobs or len(self._world) == 1:
             return text
         rank = RankFilter(self._tasks[0])
-        # not splitlines: what follows a progress bar's \r has no label of its own
+        # Not splitlines: what follows a progress bar's \r has no label.
         lines = (rank.text(line) for line in text.removesuffix("\n").split("\n"))
         return "".join(f"{line}\n" for line in lines if line is not None)
 
 
 def _ranks(ranks: Iterable[int]) -> str:
     numbers = list(ranks)
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+    noun = "ranks" if len(numbers) > 1 else "rank"
+    return f"{noun} {', '.join(map(str, numbers))}"
 
 
-def _load_outcome(path: Path) -> tuple[str, Any] | None:
-    """None for a file that is not there, or not whole yet."""
+def _load_outcome(path: Path) -> Outcome | None:
+    """None for a file that does not exist, or is not complete yet."""
     try:
         outcome, value = utils.pickle_load(path)
     except (FileNotFoundError, EOFError, pickle.UnpicklingError):

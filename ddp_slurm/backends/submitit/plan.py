@@ -1,34 +1,42 @@
-"""From an executor's parameters to a plan, its script and a submitted job. The submitting side only."""
+"""From an executor's parameters to a plan, its script and a submitted job."""
 
 import shlex
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ddp_slurm.backends import sbatch
 from ddp_slurm.backends.submitit.rank import NAME, utils
 from ddp_slurm.cluster import Cluster
-from ddp_slurm.job.log_path import RUNS_FOLDER, log_path
+from ddp_slurm.job.log_path import RUNS_FOLDER
 from ddp_slurm.job.options import JobOptions, OptionsError
 from ddp_slurm.plan import Plan, make_plan
 from ddp_slurm.plan.request import DEFAULT_CLUSTER, Request, load_cluster, load_options
 from ddp_slurm.render import render_sbatch
-from ddp_slurm.runs.run_folder import keep_run, make_runs_folder
+from ddp_slurm.runs.run_folder import keep_run, make_runs_folder, planned_cluster
 from ddp_slurm.schema.fields import limit_seconds
 from ddp_slurm.schema.schema import keys_of
 
-__all__ = ["OptionsError", "merged_parameters", "minutes", "plan_of", "script_of", "submit"]
+__all__ = [
+    "OptionsError",
+    "TaskJob",
+    "make_task_job",
+    "merged_parameters",
+    "minutes",
+    "what_to_plan",
+]
 
 
 def merged_parameters(
     parameters: Mapping[str, Any], added: Mapping[str, Any], job: Path | None
 ) -> dict[str, Any]:
-    """An executor's parameters with those of ``update_parameters``. Raises OptionsError with all that is wrong.
+    """An executor's parameters with those of ``update_parameters``.
 
-    ``timeout_min`` is for submitit, which counts from it whether a job has timed out.
+    ``timeout_min`` is for submitit, which computes from it whether a job has timed out. Raises
+    OptionsError with all that is wrong.
     """
     new = _from_generic(added)
     known = set(keys_of(JobOptions)) - {"command"}
@@ -42,123 +50,155 @@ def merged_parameters(
 
 
 def _options(parameters: Mapping[str, Any], job: Path | None) -> JobOptions:
-    """``nodes`` as a number is not the plan's option; ``plan_of`` sees to it."""
-    number_of_nodes = isinstance(parameters.get("nodes"), int)
-    left_out = {"timeout_min", "nodes"} if number_of_nodes else {"timeout_min"}
-    return load_options(
-        Request(None, job, {k: v for k, v in parameters.items() if k not in left_out})
-    )
+    """The parameters as options, without ``nodes`` if it is a number: the options have none."""
+    left_out = {"timeout_min"}
+    if isinstance(parameters.get("nodes"), int):
+        left_out.add("nodes")
+    options = {name: value for name, value in parameters.items() if name not in left_out}
+    return load_options(Request(None, job, options))
 
 
-def plan_of(
+def what_to_plan(
     parameters: Mapping[str, Any], cluster: Cluster | Path | str | None, job: Path | None
-) -> Plan:
-    """Who would run where. Raises DdpSlurmError."""
+) -> tuple[Cluster, JobOptions]:
+    """The cluster and the options that an executor's parameters describe. Raises DdpSlurmError."""
     options = _options(parameters, job)
     if not isinstance(cluster, Cluster):
         cluster = load_cluster(Path(cluster) if cluster else None, local=False, gpus=None)
     nodes = parameters.get("nodes")
     if isinstance(nodes, int):
-        with_gpus = tuple(node.name for node in cluster.nodes if node.gpu_count)
-        if not 0 < nodes <= len(with_gpus):
-            raise OptionsError(f"nodes={nodes}: the cluster has {len(with_gpus)} nodes with GPUs")
-        options = options.replaced(nodes=with_gpus[:nodes])
-    return make_plan(cluster, options)
+        options = options.replaced(nodes=_first_nodes(cluster, nodes))
+    return cluster, options
 
 
-def script_of(plan: Plan, folder: Path, max_restarts: int, signal_seconds: int | None) -> str:
-    """The job script; ``max_restarts`` and ``signal_seconds`` hold where the options do not say."""
-    return render_sbatch(
-        _task_plan(plan, folder, max_restarts, signal_seconds), _runs_folder(folder)
-    )
+def _first_nodes(cluster: Cluster, count: int) -> tuple[str, ...]:
+    with_gpus = tuple(node.name for node in cluster.nodes if node.gpu_count)
+    if not 0 < count <= len(with_gpus):
+        raise OptionsError(f"nodes={count}: the cluster has {len(with_gpus)} nodes with GPUs")
+    return with_gpus[:count]
 
 
-def _task_plan(plan: Plan, folder: Path, max_restarts: int, signal_seconds: int | None) -> Plan:
-    """The plan with submitit's own runner as the task."""
-    options = plan.options
-    if options.launcher != "srun":
-        raise OptionsError(
-            f"--launcher {options.launcher} does not go with submitit, which needs one task a rank"
+@dataclass(frozen=True)
+class TaskJob:
+    """A job that runs submitit's own runner on every rank."""
+
+    plan: Plan
+    asked: JobOptions
+    """What the user asked for: the options to submit the same job with again."""
+    folder: Path
+    """submitit's folder, which may hold ``%j``."""
+
+    @property
+    def script(self) -> str:
+        """The job script. Raises DdpSlurmError."""
+        return render_sbatch(self.plan, self._runs_folder)
+
+    def submit(self, cluster_file: Path | None) -> str:
+        """Submit the job, make its folder and keep the run. Returns the job's id.
+
+        Raises DdpSlurmError.
+        """
+        script = self.script
+        make_runs_folder(self._runs_folder)
+        now = time.time()
+        job_id = sbatch.submit(script)
+        # At once: Slurm ends a job that starts before the folder of its log exists.
+        utils.JobPaths(self.folder, job_id).folder.mkdir(parents=True, exist_ok=True)
+        keep_run(
+            self.plan,
+            runs=self._runs_folder,
+            job_id=job_id,
+            backend="submitit",
+            script=script,
+            cluster_file=cluster_file,
+            submitted_at=now,
+            options=self.asked,
         )
-    paths = utils.JobPaths(folder)
-    named = options.python or options.conda_env or options.venv or options.container
-    # what ranks left before they were requeued is not this run's result, and stops submitit's writer
-    stale = (
-        shlex.quote(str(paths.result_pickle))
-        .replace("%j", "'\"$SLURM_JOB_ID\"'")
-        .replace("%t", "'*'")
+        return job_id
+
+    @property
+    def _runs_folder(self) -> Path:
+        fixed = utils.JobPaths.get_first_id_independent_folder(self.folder)
+        return fixed if fixed.name == RUNS_FOLDER else fixed / RUNS_FOLDER
+
+
+def make_task_job(
+    wanted: Plan | tuple[Cluster, JobOptions],
+    folder: Path,
+    max_restarts: int,
+    signal_seconds: int | None,
+) -> TaskJob:
+    """Plan a job of submitit's runner on the ranks of a plan, or of a cluster and options.
+
+    ``max_restarts`` and ``signal_seconds`` are the defaults of the options. Raises DdpSlurmError.
+    """
+    if isinstance(wanted, Plan):
+        cluster, asked = planned_cluster(wanted), wanted.options
+        placed = asked.replaced(nodes=None, gpus=None)  # the cluster is what the plan uses
+    else:
+        cluster, asked = wanted
+        placed = asked
+    if asked.launcher != "srun":
+        raise OptionsError(
+            f"--launcher {asked.launcher} cannot be combined with submitit, "
+            "which needs one task for each rank"
+        )
+    restarts = asked.max_restarts if "max_restarts" in asked.given else max_restarts
+    options = placed.replaced(
+        command=_runner(asked, folder),
+        output=_output(asked, folder),
+        env={**asked.env, "SUBMITIT_EXECUTOR": NAME},
+        setup=(*asked.setup, _removal_of_old_results(folder)),
+        signal_seconds=asked.signal_seconds or signal_seconds,
+        max_restarts=restarts,
     )
-    stale = stale if stale.startswith("'") else f"'{stale}'"
-    changed = {
-        "command": (
-            "python" if named else sys.executable,
-            "-u",
-            "-m",
-            "submitit.core._submit",
-            str(folder),
-        ),
-        "output": _output(options, folder),
-        "env": {**options.env, "SUBMITIT_EXECUTOR": NAME},
-        "setup": (*options.setup, f"rm -f -- {stale} {stale}.save_tmp"),
-        "signal_seconds": options.signal_seconds or signal_seconds,
-        "max_restarts": options.max_restarts if "max_restarts" in options.given else max_restarts,
-    }
-    return replace(plan, options=options.replaced(**changed))
+    return TaskJob(make_plan(cluster, options), asked, folder)
+
+
+def _runner(options: JobOptions, folder: Path) -> tuple[str, ...]:
+    names_python = options.python or options.conda_env or options.venv or options.container
+    python = "python" if names_python else sys.executable
+    return (python, "-u", "-m", "submitit.core._submit", str(folder))
+
+
+def _removal_of_old_results(folder: Path) -> str:
+    """A line of shell that removes what the ranks left before the job was requeued.
+
+    It is not this start's result, and submitit does not overwrite it.
+    """
+    pattern = shlex.quote(str(utils.JobPaths(folder).result_pickle))
+    if not pattern.startswith("'"):
+        pattern = f"'{pattern}'"
+    files = pattern.replace("%j", "'\"$SLURM_JOB_ID\"'").replace("%t", "'*'")
+    return f"rm -f -- {files} {files}.save_tmp"
 
 
 def _output(options: JobOptions, folder: Path) -> str:
-    """One log for all ranks, where submitit puts rank 0's."""
+    """One log for all ranks, where submitit would put rank 0's."""
     if "output" in options.given:
         return options.output
     log = str(utils.JobPaths(folder).stdout).replace("%t", "0")
     fixed = str(utils.JobPaths.get_first_id_independent_folder(folder))
-    return log.replace(
-        fixed, fixed.replace("%", "%%"), 1
-    )  # for sbatch, to which any % begins a pattern
+    # For sbatch any % begins a pattern.
+    return log.replace(fixed, fixed.replace("%", "%%"), 1)
 
 
-def _runs_folder(folder: Path) -> Path:
-    independent = utils.JobPaths.get_first_id_independent_folder(folder)
-    return independent if independent.name == RUNS_FOLDER else independent / RUNS_FOLDER
-
-
-def submit(
-    plan: Plan,
-    script: str,
-    folder: Path,
-    cluster: Cluster | Path | str | None,
-    cluster_file: Path | None,
-) -> str:
-    """Give the script to sbatch and keep the run. Returns the job's id; raises DdpSlurmError."""
-    runs = _runs_folder(folder)
-    make_runs_folder(runs)
-    now = time.time()
-    job_id = sbatch.submit(script)
-    if cluster_file is None and not isinstance(cluster, Cluster):
-        path = Path(cluster) if cluster else DEFAULT_CLUSTER
-        cluster_file = path if path.exists() else None
-    logged = plan.options.replaced(output=_output(plan.options, folder))
-    keep_run(
-        plan,
-        runs=runs,
-        job_id=job_id,
-        backend="submitit",
-        script=script,
-        cluster_file=cluster_file,
-        submitted_at=now,
-        log=log_path(logged, plan.name, job_id),
-    )
-    return job_id
+def cluster_file_of(cluster: Cluster | Path | str | None) -> Path | None:
+    """The file that describes the cluster, where there is one."""
+    if isinstance(cluster, Cluster):
+        return None
+    path = Path(cluster) if cluster else DEFAULT_CLUSTER
+    return path if path.exists() else None
 
 
 def _from_generic(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """submitit's own words for the parameters that all its executors share, as keys of job.yaml."""
+    """submitit's parameters that all its executors share, as keys of job.yaml."""
     values = {name: value for name, value in parameters.items() if value is not None}
-    for word in ("gpus_per_node", "tasks_per_node"):
-        if word in values:
+    for name in ("gpus_per_node", "tasks_per_node"):
+        if name in values:
             raise OptionsError(
-                f"{word}={values[word]!r}: the plan decides, a rank for each GPU of each node; for a part of the "
-                "cluster use nodes or gpus"
+                f"{name}={values[name]!r}: the plan decides, one rank for each GPU of each node; "
+                "for a part of the cluster use nodes or gpus"
             )
     if values.pop("stderr_to_stdout", True) is not True:
         raise OptionsError(
@@ -182,9 +222,10 @@ def _memory(gigabytes: object) -> str:
 
 
 def minutes(time_limit: str | None) -> int:
-    """A time limit in Slurm's format as whole minutes, rounded up; 0 where there is none.
+    """A time limit in Slurm's format as whole minutes, rounded up; 0 without a limit.
 
     >>> [minutes(text) for text in ("90", "1:30", "2:00:00", "1-12", "1-00:30")]
     [90, 2, 120, 2160, 1470]
     """
-    return -(-(limit_seconds(time_limit) or 0) // 60) if time_limit else 0
+    limit = limit_seconds(time_limit) if time_limit else None
+    return -(-(limit or 0) // 60)

@@ -1,4 +1,4 @@
-"""The rank's side of submitit over uneven nodes: its place, the end after SIGTERM, commands as functions.
+"""The rank's side of submitit over uneven nodes: its place, its end after SIGTERM, commands.
 
 Every rank imports this, so it imports little.
 """
@@ -32,9 +32,10 @@ TERM_GRACE_SECONDS = 5.0
 
 
 class TasksOnNode(int):
-    """The number of nodes, for code that divides by it: ``num_tasks // num_nodes`` is the tasks on *this* node.
+    """The number of nodes; ``num_tasks // num_nodes`` is the number of tasks on *this* node.
 
-    submitit's TorchDistributedEnvironment takes LOCAL_WORLD_SIZE from that division, which is right on even nodes only.
+    submitit's TorchDistributedEnvironment computes LOCAL_WORLD_SIZE with that division, which is
+    right on even nodes only.
     """
 
     here: int
@@ -56,27 +57,26 @@ class HetSlurmJobEnvironment(SlurmJobEnvironment):
         return NAME
 
     def _handle_signals(self, paths: utils.JobPaths, submission: utils.DelayedSubmission) -> None:
-        """submitit's handlers, of which that for SIGTERM ignores it, and an end some seconds after it."""
+        """submitit's handlers, which ignore SIGTERM, and an end some seconds after SIGTERM."""
         super()._handle_signals(paths, submission)
-        _end_after_sigterm(int(self._usr_sig()), is_rank_0=self.global_rank == 0)
+        SignalWatch(int(self._usr_sig()), is_rank_0=self.global_rank == 0).start()
 
     @property
     def rank_env(self) -> RankEnv:
         """Rank, local rank, world size, local world size, node rank, master address and port."""
-        # of the step, also when the function has exported the env:// set
+        # Those of the step, even if the function has exported torchrun's set.
         exported = {name for name in ENV_VARIABLES if not name.startswith("MASTER_")}
-        return RankEnv.from_environ({k: v for k, v in os.environ.items() if k not in exported})
+        environ = {name: value for name, value in os.environ.items() if name not in exported}
+        return RankEnv.from_environ(environ)
 
     @property
     def hostnames(self) -> list[str]:
-        """All hosts in the order of node ranks: the first is rank 0's. Slurm's own list is sorted by name."""
+        """All hosts in the order of node ranks; Slurm's own list is sorted by name."""
         groups = range(int(os.environ.get("SLURM_HET_SIZE", 0)))
         lists = [os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"] for group in groups]
-        return [
-            host
-            for text in lists or [os.environ["SLURM_STEP_NODELIST"]]
-            for host in expand_hostlist(text)
-        ]
+        if not lists:
+            lists = [os.environ["SLURM_STEP_NODELIST"]]
+        return [host for text in lists for host in expand_hostlist(text)]
 
     @property
     def num_nodes(self) -> int:
@@ -95,46 +95,55 @@ class HetSlurmJobEnvironment(SlurmJobEnvironment):
         return self.rank_env.master_port
 
 
-def _end_after_sigterm(checkpoint_signal: int, *, is_rank_0: bool) -> None:
-    """End this process some seconds after SIGTERM, unless the signal for a checkpoint comes.
+class SignalWatch:
+    """Ends this process some seconds after SIGTERM, unless the signal for a checkpoint follows.
 
-    submitit ignores SIGTERM, since a preempted job gets it before that signal. After another rank's death nothing else
-    comes: all GPUs would be held for KillWait, 30 s. The kernel's wake-up byte reaches the thread also while the main
-    thread waits in a collective, where no handler of Python's runs.
+    submitit ignores SIGTERM, since a preempted job gets it before that signal. After the death of
+    another rank no signal follows: all GPUs would be held for KillWait, 30 s. The kernel's wake-up
+    byte reaches this thread even while the main thread waits in a collective, where no handler of
+    Python's runs.
     """
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    os.register_at_fork(
-        after_in_child=lambda: signal.set_wakeup_fd(-1)
-    )  # a worker's SIGTERM is not this rank's
 
-    def watch() -> None:
-        terminated, checkpoint = False, False
+    def __init__(self, checkpoint_signal: int, *, is_rank_0: bool) -> None:
+        self._checkpoint_signal = checkpoint_signal
+        self._is_rank_0 = is_rank_0
+        self._reader, self._writer = os.pipe()
+        self._must_end = False
+        self._writes_checkpoint = False
+
+    def start(self) -> None:
+        os.set_blocking(self._writer, False)
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        # The SIGTERM of a forked data loader is not this rank's.
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+        threading.Thread(target=self._watch, name="signal-watch", daemon=True).start()
+
+    def _watch(self) -> None:
         while True:
-            ready, _, _ = select.select(
-                [reader], [], [], TERM_GRACE_SECONDS if terminated else None
-            )
-            if not ready:
+            timeout = TERM_GRACE_SECONDS if self._must_end else None
+            readable, _, _ = select.select([self._reader], [], [], timeout)
+            if not readable:
                 os._exit(128 + signal.SIGTERM)
-            for number in os.read(reader, 512):  # a byte a signal, in their order
-                if number == checkpoint_signal:
-                    terminated, checkpoint = False, True
-                elif number == signal.SIGTERM:
-                    terminated = not (checkpoint and is_rank_0)  # rank 0 writes it
+            for number in os.read(self._reader, 512):  # a byte for each signal, in their order
+                self._on_signal(number)
 
-    threading.Thread(target=watch, name="end-after-sigterm", daemon=True).start()
+    def _on_signal(self, number: int) -> None:
+        if number == self._checkpoint_signal:
+            self._must_end = False
+            self._writes_checkpoint = self._is_rank_0
+        elif number == signal.SIGTERM:
+            self._must_end = not self._writes_checkpoint
 
 
 class RankCommand:
-    """A command as the function of every rank: its result is the exit status 0, any other is an error."""
+    """A command as the function of every rank: its result is the exit status 0, or an error."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self.command = list(command)
 
     def __call__(self) -> int:
-        # The command gets Slurm's signal itself and decides; submitit's handler would end this rank under it. A
-        # handler, not SIG_IGN, which the command would inherit.
+        # The command gets Slurm's signal itself and decides; submitit's handler would end this
+        # process before it. A handler, since the command would inherit SIG_IGN.
         signal.signal(SlurmJobEnvironment._usr_sig(), _leave_it_to_the_command)
         subprocess.run(self.command, check=True)
         return 0

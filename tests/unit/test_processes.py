@@ -1,4 +1,4 @@
-"""Several processes as one: what the tests of the local backend and of torchrun do not reach."""
+"""Several processes as one: what the tests of the backends do not reach."""
 
 import os
 import sys
@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp_slurm.backends import processes as runner
+from ddp_slurm.backends import processes
 from ddp_slurm.backends.processes import Ending, Process, run_all
 
 
-def test_a_lifeline_gives_its_line_and_a_sign_of_life_now_and_then(
+def test_a_lifeline_gives_its_text_and_a_heartbeat(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(runner, "HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr(processes, "HEARTBEAT_SECONDS", 0.01)
     reads = 'IFS= read -r line; echo "got $line"; head -c 3; echo; exec sleep 0.2 <&-'
     process = Process(
         ["sh", "-c", reads], os.environ, label="[a] ", name="reader", lifeline="a line"
@@ -22,7 +22,7 @@ def test_a_lifeline_gives_its_line_and_a_sign_of_life_now_and_then(
     assert capfd.readouterr().out == "[a] got a line\n[a] ...\n"
 
 
-def test_an_output_that_cannot_be_written_does_not_stop_the_reading(
+def test_a_full_disk_does_not_stop_the_reading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with open("/dev/full", "wb", buffering=0) as full:
