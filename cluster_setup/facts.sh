@@ -173,8 +173,8 @@ try:
     if torch.version.cuda:
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         found["architectures"] = torch._C._cuda_getArchFlags() or ""
-except Exception as fault:
-    found["torch_fault"] = f"{type(fault).__name__}: {fault}"
+except Exception as error:
+    found["torch_error"] = f"{type(error).__name__}: {error}"
 print("facts " + json.dumps(found))
 '
 }

@@ -1,11 +1,11 @@
-"""What a node says of itself: one shell script's output (cluster_setup/facts.sh), parsed into values."""
+"""What a node reports: the output of one shell script (cluster_setup/facts.sh) as values."""
 
 import json
 import re
 import shlex
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
 from ipaddress import IPv4Address
@@ -14,6 +14,8 @@ from ddp_slurm.admin.gpus import Gpu, parse_gpus
 from ddp_slurm.cluster import Node
 from ddp_slurm.ssh.command import RemoteError
 from ddp_slurm.ssh.run import Runner, run, run_script
+
+FACTS_TIMEOUT_SECONDS = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +28,16 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Slurm's words: a core may have several threads, and CPUs counts threads."""
+    """In Slurm's terms: a core may have several threads, and CPUs counts threads."""
 
     sockets: int
     cores_per_socket: int
     threads_per_core: int
 
-    @property
-    def cpus(self) -> int:
-        return self.sockets * self.cores_per_socket * self.threads_per_core
-
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything a node told: the lines ``fact KEY VALUE`` by key, and whole outputs by name."""
+    """Everything a node reported: the lines ``fact KEY VALUE``, and whole outputs by name."""
 
     values: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     blocks: Mapping[str, tuple[Block, ...]] = field(default_factory=dict)
@@ -49,10 +47,16 @@ class Facts:
     """How far ``clock_offset_seconds`` may be off: half of the time that the answer took."""
 
     def first(self, key: str) -> str | None:
-        return next(iter(self.values.get(key, ())), None)
+        values = self.values.get(key)
+        return values[0] if values else None
 
     def block(self, name: str) -> Block | None:
-        return next(iter(self.blocks.get(name, ())), None)
+        blocks = self.blocks.get(name)
+        return blocks[0] if blocks else None
+
+    def block_lines(self, name: str) -> list[str]:
+        block = self.block(name)
+        return block.text.splitlines() if block else []
 
     @property
     def host(self) -> str:
@@ -61,60 +65,78 @@ class Facts:
 
     @property
     def memory_mb(self) -> int | None:
-        """Memory in MiB as the kernel counts it, which is what slurmd compares with RealMemory."""
+        """Memory in MiB as the kernel counts it; slurmd compares this with RealMemory."""
         kib = self.first("memory_kib")
         return int(kib) // 1024 if kib and kib.isdigit() else None
 
     @cached_property
     def topology(self) -> Topology | None:
-        """From the kernel's own numbering. None where it shows none, or cores that differ from socket to socket."""
-        threads = [tuple(line.split()) for line in self.values.get("cpu", ())]
-        cores = sorted(set(threads))
+        """From the kernel's own numbering.
+
+        None where it shows none, or where sockets or cores differ from each other.
+        """
+        cores_of_threads = [tuple(line.split()) for line in self.values.get("cpu", ())]
+        cores = set(cores_of_threads)
         sockets = {socket for socket, _ in cores}
-        if not threads or len(cores) % len(sockets) or len(threads) % len(cores):
+        if not cores:
             return None
-        return Topology(len(sockets), len(cores) // len(sockets), len(threads) // len(cores))
+        if len(cores) % len(sockets) or len(cores_of_threads) % len(cores):
+            return None
+        return Topology(
+            sockets=len(sockets),
+            cores_per_socket=len(cores) // len(sockets),
+            threads_per_core=len(cores_of_threads) // len(cores),
+        )
 
     @property
     def cpus(self) -> int | None:
         """Hardware threads."""
         threads = len(self.values.get("cpu", ()))
+        if threads:
+            return threads
         usable = self.first("cpus_usable")
-        return threads or (int(usable) if usable and usable.isdigit() else None)
+        return int(usable) if usable and usable.isdigit() else None
 
     @cached_property
     def gpus(self) -> tuple[Gpu, ...]:
-        return parse_gpus(
-            {name: [(b.status, b.text) for b in blocks] for name, blocks in self.blocks.items()}
-        )
+        outputs = {}
+        for name, blocks in self.blocks.items():
+            outputs[name] = [(block.status, block.text) for block in blocks]
+        return parse_gpus(outputs)
 
     @cached_property
-    def addresses(self) -> dict[str, str]:
-        """Interface of each address, from ``ip -o addr``; loopback and link-local left out."""
-        block = self.block("addresses")
-        pairs = re.findall(
-            r"^\d+: (\S+) +inet6? ([0-9a-f.:]+)/\d+.* scope global",
-            block.text if block else "",
-            re.M,
-        )
-        return {address: name.split("@")[0] for name, address in pairs}
+    def interface_of_address(self) -> dict[str, str]:
+        """From ``ip -o addr``, without loopback and link-local addresses."""
+        interfaces = {}
+        for line in self.block_lines("addresses"):
+            match = re.match(r"\d+: (\S+) +inet6? ([0-9a-f.:]+)/\d+.* scope global", line)
+            if match:
+                interfaces[match[2]] = match[1].split("@")[0]
+        return interfaces
 
     def interface_towards(self, address: str) -> str | None:
-        """The interface that leads to an IPv4 address, by the longest prefix of the kernel's routes."""
+        """The interface that leads to an IPv4 address: the longest prefix of the kernel's routes.
+
+        None where no route leads there, and for other addresses.
+        """
         try:
             target = int(IPv4Address(address))
         except ValueError:
             return None
-        block = self.block("routes")
-        best: tuple[int, str] | None = None
-        for line in (block.text if block else "").splitlines()[1:]:
-            words = line.split()
-            if len(words) < 8 or not int(words[3], 16) & 1:  # RTF_UP
+        matching = [route for route in self._routes() if target & route.mask == route.network]
+        if not matching:
+            return None
+        return max(matching, key=lambda route: route.mask).interface
+
+    def _routes(self) -> Iterator["_Route"]:
+        """The routes of /proc/net/route that are up."""
+        for line in self.block_lines("routes")[1:]:
+            columns = line.split()
+            if len(columns) < 8:
                 continue
-            network, mask = _kernel_number(words[1]), _kernel_number(words[7])
-            if target & mask == network and (best is None or mask > best[0]):
-                best = (mask, words[0])
-        return best[1] if best else None
+            is_up = int(columns[3], 16) & 1  # RTF_UP
+            if is_up:
+                yield _Route(columns[0], _kernel_number(columns[1]), _kernel_number(columns[7]))
 
     def link_speed_mbit(self, interface: str) -> int | None:
         for line in self.values.get("interface", ()):
@@ -125,56 +147,76 @@ class Facts:
 
     @cached_property
     def training(self) -> dict[str, str]:
-        """Versions that the training interpreter sees: python, torch, cuda, cudnn, nccl, or torch_fault."""
-        block = self.block("training")
-        lines = [
-            line for line in (block.text if block else "").splitlines() if line.startswith("facts ")
-        ]
-        return {str(k): str(v) for k, v in json.loads(lines[-1][6:]).items()} if lines else {}
+        """What the training interpreter reports: python, torch, cuda, ... or torch_error.
+
+        Empty where it does not run.
+        """
+        for line in reversed(self.block_lines("training")):
+            if line.startswith("facts "):
+                values = json.loads(line.removeprefix("facts "))
+                return {str(key): str(value) for key, value in values.items()}
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    interface: str
+    network: int
+    mask: int
 
 
 def _kernel_number(text: str) -> int:
-    """/proc/net/route prints an address as the hexadecimal number that its four bytes make in memory."""
+    """/proc/net/route prints the hexadecimal number that an address's four bytes are in memory."""
     return int.from_bytes(int(text, 16).to_bytes(4, "little"), "big")
 
 
 def parse_facts(text: str) -> Facts:
-    """The facts of a script's output; a login banner around them is passed over.
+    """The facts of a script's output; a login banner around them is skipped.
 
     Raises RemoteError when the output ends before the script did.
     """
-    values: dict[str, list[str]] = {}
-    blocks: dict[str, list[Block]] = {}
-    current: tuple[str, int, list[str]] | None = None
     lines = text.splitlines()
-    if "facts begin" not in lines or "facts end" not in lines[lines.index("facts begin") :]:
-        tail = lines[-1] if lines else "nothing"
-        raise RemoteError(f"the answer is not complete; its last line is {tail!r}")
-    for line in [*lines[lines.index("facts begin") :], "end"]:
-        if current is not None and not line.startswith("|"):
-            name, status, content = current
-            blocks.setdefault(name, []).append(Block(status, "\n".join(content)))
-            current = None
-        kind, _, rest = line.partition(" ")
-        if line.startswith("|") and current is not None:
-            current[2].append(line[1:])
-        elif kind == "fact":
-            key, _, value = rest.partition(" ")
+    try:
+        begin = lines.index("facts begin")
+        end = lines.index("facts end", begin)
+    except ValueError:
+        tail = lines[-1] if lines else ""
+        raise RemoteError(f"the output is incomplete; its last line is {tail!r}") from None
+    values: dict[str, list[str]] = {}
+    blocks: dict[str, list[_OpenBlock]] = {}
+    current = _OpenBlock(0)
+    for line in lines[begin:end]:
+        if line.startswith("|"):
+            current.lines.append(line[1:])
+        elif line.startswith("fact "):
+            _, key, value = f"{line} ".split(" ", 2)
             values.setdefault(key, []).append(value.strip())
-        elif kind == "block":
-            name, _, status_text = rest.partition(" ")
-            current = (name, int(status_text) if status_text.isdigit() else 1, [])
-    return Facts({k: tuple(v) for k, v in values.items()}, {k: tuple(v) for k, v in blocks.items()})
+        elif line.startswith("block "):
+            _, name, status = f"{line} ".split(" ", 2)
+            current = _OpenBlock(int(status) if status.strip().isdigit() else 1)
+            blocks.setdefault(name, []).append(current)
+    return Facts(
+        {key: tuple(items) for key, items in values.items()},
+        {name: tuple(block.close() for block in items) for name, items in blocks.items()},
+    )
+
+
+@dataclass
+class _OpenBlock:
+    """A block whose lines are still being read."""
+
+    status: int
+    lines: list[str] = field(default_factory=list)
+
+    def close(self) -> Block:
+        return Block(self.status, "\n".join(self.lines))
 
 
 def facts_script(settings: Mapping[str, str]) -> str:
     """The script that a node runs, with its settings (DEPTH, PEERS, ...) before it."""
-    source = (
-        resources.files("ddp_slurm.cluster_setup").joinpath("facts.sh").read_text(encoding="utf-8")
-    )
-    return "\n".join(
-        [*(f"{name}={shlex.quote(value)}" for name, value in settings.items()), source]
-    )
+    script = resources.files("ddp_slurm.cluster_setup").joinpath("facts.sh")
+    assignments = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
+    return "\n".join([*assignments, script.read_text(encoding="utf-8")])
 
 
 def gather(
@@ -182,26 +224,30 @@ def gather(
     settings: Mapping[str, str] | None = None,
     *,
     runner: Runner = run,
-    as_root: bool = False,
 ) -> Facts:
-    """Ask one node. Raises RemoteError where it cannot be reached or its shell did not get through the script."""
+    """Ask one node.
+
+    Raises RemoteError where it cannot be reached or its shell did not get through the script.
+    """
+    script = facts_script(settings or {})
     before = time.time()
-    result = run_script(
-        node, facts_script(settings or {}), as_root=as_root, timeout_seconds=300, runner=runner
-    )
+    answer = run_script(node, script, timeout_seconds=FACTS_TIMEOUT_SECONDS, runner=runner)
     elapsed = time.time() - before
     try:
-        facts = parse_facts(result.out)
-    except RemoteError as fault:
-        said = result.err.strip().splitlines()
-        raise RemoteError(
-            f"{node.name}: {fault}{'; it said ' + said[-1] if said else ''}"
-        ) from None
+        facts = parse_facts(answer.out)
+    except RemoteError as error:
+        messages = answer.err.strip().splitlines()
+        cause = f"; its error output ends with {messages[-1]!r}" if messages else ""
+        raise RemoteError(f"{node.name}: {error}{cause}") from None
     now = facts.first("now") or ""
     if not re.fullmatch(r"\d+(\.\d+)?", now):
         return facts
-    # The clock is read first thing; what comes before it is the login, so the truth lies within the whole time.
-    return Facts(facts.values, facts.blocks, float(now) - (before + elapsed / 2), elapsed / 2)
+    # The script reads the clock first, after the login: the true offset is within the whole time.
+    return replace(
+        facts,
+        clock_offset_seconds=float(now) - (before + elapsed / 2),
+        clock_error_seconds=elapsed / 2,
+    )
 
 
 def peers_text(nodes: Iterable[Node]) -> str:

@@ -1,4 +1,4 @@
-"""The cluster.yaml of a probe, with comments for what Slurm does not ask for: cards, driver, link speed."""
+"""The cluster.yaml of a probe, with comments: cards, driver, kernel, link speed."""
 
 from collections.abc import Mapping
 
@@ -13,26 +13,36 @@ HEADING = (
 )
 
 
-def probed_cluster_yaml(cluster: Cluster, told: Mapping[str, Facts]) -> str:
-    """The text of cluster.yaml. ``told`` is by the nodes' names."""
-    return cluster_yaml(
-        cluster,
-        HEADING,
-        {node.name: _comments(node, told.get(node.name)) for node in cluster.nodes},
-    )
+def probed_cluster_yaml(cluster: Cluster, facts_of: Mapping[str, Facts]) -> str:
+    """The text of cluster.yaml. ``facts_of`` is by the nodes' names."""
+    comments = {}
+    for node in cluster.nodes:
+        facts = facts_of.get(node.name)
+        if facts is None:
+            comments[node.name] = {"name": "not asked this time", "cpus": "hardware threads"}
+        else:
+            comments[node.name] = _comments(node, facts)
+    return cluster_yaml(cluster, HEADING, comments)
 
 
-def _comments(node: Node, facts: Facts | None) -> dict[str, str]:
-    if facts is None:
-        return {"name": "not asked this time", "cpus": "hardware threads"}
-    speed = facts.link_speed_mbit(node.interface) if node.interface else None
-    cards = ", ".join(dict.fromkeys(f"{gpu.name} {gpu.memory_mib} MiB" for gpu in facts.gpus))
-    drivers = ", ".join(dict.fromkeys(gpu.driver for gpu in facts.gpus if gpu.driver))
-    return {
+def _comments(node: Node, facts: Facts) -> dict[str, str]:
+    """By key of cluster.yaml."""
+    comments = {
         "name": f"kernel {facts.first('kernel')}",
         "os": facts.first("libc") or "",
-        "interface": f"{speed} Mbit/s" if speed else "",
-        "gpus": f"{cards}; driver {drivers}" if drivers else cards,
         "cpus": "hardware threads",
-        "memory": f"{PROBED_MEMORY_PERCENT} % of {facts.memory_mb} MiB" if facts.memory_mb else "",
+        "gpus": _gpu_comment(facts),
     }
+    speed = facts.link_speed_mbit(node.interface) if node.interface else None
+    if speed:
+        comments["interface"] = f"{speed} Mbit/s"
+    if facts.memory_mb:
+        comments["memory"] = f"{PROBED_MEMORY_PERCENT} % of {facts.memory_mb} MiB"
+    return comments
+
+
+def _gpu_comment(facts: Facts) -> str:
+    cards = dict.fromkeys(f"{gpu.name} {gpu.memory_mib} MiB" for gpu in facts.gpus)
+    drivers = dict.fromkeys(gpu.driver for gpu in facts.gpus if gpu.driver)
+    text = ", ".join(cards)
+    return f"{text}; driver {', '.join(drivers)}" if drivers else text

@@ -5,7 +5,8 @@ import re
 import stat
 from dataclasses import replace
 
-from ddp_slurm.admin.configs import LabSettings, render_configs, write_configs
+from ddp_slurm.admin.configs import render_configs, write_configs
+from ddp_slurm.admin.installation import Installation
 from ddp_slurm.cluster import Cluster, Node
 from ddp_slurm.hostlist import expand_hostlist
 from ddp_slurm.lab.layout import LabLayout
@@ -17,7 +18,7 @@ NULL_DEVICE = os.makedev(1, 3)
 
 def write_configuration(lab: LabLayout, cluster: Cluster, slurm_version: str) -> None:
     """Write slurm.conf and its companions, and make the device files that they name."""
-    settings = LabSettings(
+    installation = Installation(
         state_dir=str(lab.folder / "state"),
         spool_dir=str(lab.folder / "spool" / "%n"),
         log_dir=str(lab.log_folder),
@@ -27,9 +28,11 @@ def write_configuration(lab: LabLayout, cluster: Cluster, slurm_version: str) ->
         controller_address=lab.controller_address,
         addresses={node.name: node.address for node in lab.nodes},
         gpu_device_prefix=str(lab.folder / "dev" / "nvidia"),
+        scheduler_parameters=("bf_interval=1", "sched_interval=2"),
+        is_lab=True,
     )
     described = replace(cluster, nodes=tuple(_with_defaults(node) for node in cluster.nodes))
-    files = render_configs(described, slurm_version=slurm_version, lab=settings)
+    files = render_configs(described, slurm_version=slurm_version, installation=installation)
     write_configs(files, lab.slurm_conf.parent)
     _make_gpu_devices(files["gres.conf"])
 

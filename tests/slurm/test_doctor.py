@@ -231,14 +231,14 @@ Plant = Callable[[Patient], contextlib.AbstractContextManager[None]]
 FAULTS: list[tuple[Plant, str, str]] = [
     (version_skew, "Slurm release", "21.08.5 on beta"),
     (no_cgroup_plugin, "cgroup plugin", "no plugin for it"),
-    (memory_overstated, "hardware", "says 2000000 MiB of memory"),
-    (gpu_missing, "GPU count", "says 2 GPUs, nvidia-smi shows 1"),
+    (memory_overstated, "hardware", "has 2000000 MiB of memory"),
+    (gpu_missing, "GPU count", "has 2 GPUs, nvidia-smi shows 1"),
     (another_munge_key, "munge key", "another munge key than gamma"),
     (clock_off, "clock", "s ahead of the other nodes'"),
     (another_uid, "users", "user munge has different ids"),
     (firewall, "firewall", "from beta on port 6818 (slurmd)"),
     (driver_mismatch, "GPU driver", "Driver/library version mismatch"),
-    (host_renamed, "host name", "calls itself 'ubuntu'"),
+    (host_renamed, "host name", "host name is 'ubuntu'"),
     (configuration_drift, "configuration", "differs from the one slurmctld runs with"),
 ]
 

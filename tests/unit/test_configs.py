@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_slurm.admin.configs import ConfigsError, LabSettings, render_configs, write_configs
+from ddp_slurm.admin.configs import ConfigsError, render_configs, write_configs
+from ddp_slurm.admin.installation import USERS_MACHINES, Installation
 from ddp_slurm.admin.slurm_releases import RELEASES, SlurmReleaseError, known_options, slurm_release
 from ddp_slurm.cluster import Cluster
 from ddp_slurm.errors import DdpSlurmError
@@ -31,7 +32,7 @@ nodes:
   - {name: "amd[01-02]", gpus: {type: mi210, count: 2, minors: [128, 129]}, cpus: 8, memory: 30G}
   - {name: login, gpus: 0, cpus: 4, memory: 8000M, partition: all}
 """
-LAB = LabSettings(
+LAB = Installation(
     state_dir="/lab/state",
     spool_dir="/lab/spool/%n",
     log_dir="/lab/log",
@@ -41,6 +42,8 @@ LAB = LabSettings(
     controller_address="198.18.0.254",
     addresses={"beta": "198.18.0.2"},
     gpu_device_prefix="/lab/dev/nvidia",
+    scheduler_parameters=("bf_interval=1",),
+    is_lab=True,
 )
 
 
@@ -83,15 +86,15 @@ def nodes_of(text: str) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-@pytest.mark.parametrize("lab", [None, LAB], ids=["users", "lab"])
+@pytest.mark.parametrize("installation", [USERS_MACHINES, LAB], ids=["users", "lab"])
 def test_every_line_is_known_to_the_release_and_has_a_reason(
-    cluster: Cluster, release: str, lab: LabSettings | None
+    cluster: Cluster, release: str, installation: Installation
 ) -> None:
     known = known_options(release)
     files = render_configs(
         cluster,
         slurm_version=release,
-        lab=lab,
+        installation=installation,
         slurmdbd=True,
         health_check="/usr/local/sbin/gpu_check",
     )
@@ -121,16 +124,16 @@ def test_what_stops_a_daemon_is_not_known(option: str) -> None:
 
 
 def test_options_by_release(cluster: Cluster) -> None:
-    def written(release: str, lab: LabSettings | None) -> tuple[str, str]:
-        files = render_configs(cluster, slurm_version=release, lab=lab)
+    def written(release: str, installation: Installation) -> tuple[str, str]:
+        files = render_configs(cluster, slurm_version=release, installation=installation)
         plugin = re.search(r"^CgroupPlugin=(\S+)", files["cgroup.conf"], re.MULTILINE)
         parameters = re.search(r"^SlurmctldParameters=(\S+)", files["slurm.conf"], re.MULTILINE)
         return plugin[1] if plugin else "", parameters[1] if parameters else ""
 
     both = "enable_configless,node_reg_mem_percent=95"
-    assert written("20.11.4", None) == ("", "enable_configless")
-    assert written("21.08", None) == ("autodetect", both)
-    assert written("slurm-wlm 26.05.5", None) == ("", both)
+    assert written("20.11.4", USERS_MACHINES) == ("", "enable_configless")
+    assert written("21.08", USERS_MACHINES) == ("autodetect", both)
+    assert written("slurm-wlm 26.05.5", USERS_MACHINES) == ("", both)
     assert written("20.11", LAB) == ("", "")
     assert written("22.05", LAB) == ("cgroup/v1", "node_reg_mem_percent=95")
     assert written("23.11", LAB)[0] == "cgroup/v1"
@@ -270,7 +273,7 @@ def test_partitions(cluster: Cluster, load: Callable[[str], Cluster]) -> None:
 
 
 def test_the_lab_differs_where_one_machine_cannot_do_otherwise(cluster: Cluster) -> None:
-    files = render_configs(cluster, lab=LAB)
+    files = render_configs(cluster, installation=LAB)
     conf = files["slurm.conf"]
     assert option(conf, "SlurmctldHost") == "controller(198.18.0.254)"
     assert option(conf, "AuthInfo").startswith("socket=/lab/munge")
@@ -301,14 +304,14 @@ def test_slurmdbd_and_the_database_go_together(cluster: Cluster) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("cpus: 8, memory: 30G, features", "features"), "node 'gamma' has no cpus and no memory"),
+        (("cpus: 8, memory: 30G, features", "features"), "node 'gamma': no cpus and no memory"),
         (
             ("cores_per_socket: 8", "cores_per_socket: 9"),
             "2 sockets * 9 cores_per_socket * 2 threads_per_core = 36",
         ),
         (
             ("gpus: 2, cpus", "gpus: 129, cpus"),
-            "node 'beta' has 129 GPUs; a node can have at most 128",
+            "node 'beta': 129 GPUs; a node can have at most 128",
         ),
         (
             ("partition: big", "partition: default"),
@@ -326,7 +329,7 @@ def test_what_cannot_be_configured(
 
 @pytest.mark.parametrize("program", ["gpu_check", "/bin/a b", "/bin/x\nReturnToService=0"])
 def test_the_health_check_is_a_full_path(cluster: Cluster, program: str) -> None:
-    with pytest.raises(ConfigsError, match="is not the full path"):
+    with pytest.raises(ConfigsError, match="expected the full path"):
         render_configs(cluster, health_check=program)
 
 
@@ -334,7 +337,7 @@ def test_the_health_check_is_a_full_path(cluster: Cluster, program: str) -> None
     ("version", "message"),
     [
         ("19.05.5", "20.11 or later can"),
-        ("27.02", "known are 20.11, 21.08,"),
+        ("27.02", "supported are 20.11, 21.08,"),
         ("22.5", "is not a Slurm version"),
         ("22.05\n", "is not a Slurm version"),
     ],

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ddp_slurm.admin import probe as probing
 from ddp_slurm.admin.facts import Block, Facts, Topology, facts_script, gather, parse_facts
 from ddp_slurm.admin.gpus import gres_types, parse_gpus
-from ddp_slurm.admin.probe import ProbeError, nodes_of_arguments, probed_cluster
+from ddp_slurm.admin.probe import probe
+from ddp_slurm.admin.probe_hosts import ProbeError, nodes_of_arguments
+from ddp_slurm.admin.probed_cluster import gpu_models, gpu_warning, probed_cluster
 from ddp_slurm.admin.probed_yaml import probed_cluster_yaml
 from ddp_slurm.ask import Answer
 from ddp_slurm.cluster import Cluster, ClusterError, GpuModel, Node, Ssh
@@ -74,7 +75,7 @@ def test_nvidia_cards_have_their_device_files_numbers() -> None:
         (0, 24564, "8.6", "550.54.15"),
         (2, 81920, "8.0", "550.54.15"),
     ]
-    models = probing.gpu_models(cards, gres_types(card.name for card in cards))
+    models = gpu_models(cards, gres_types(card.name for card in cards))
     assert models == (
         GpuModel(type="a100", count=2, minors=(1, 2)),
         GpuModel(type="rtx_3090", count=1, minors=(0,)),
@@ -86,9 +87,7 @@ def test_a_driver_too_old_for_a_field_and_a_failing_one() -> None:
     old = {"nvidia-smi": [(0, "0, 00000000:01:00.0, 12212, 470.223.02, NVIDIA TITAN X (Pascal)")]}
     (card,) = parse_gpus({**old, "nvidia-smi.capability": [refused]})
     assert (card.compute_capability, card.memory_mib) == ("", 12212)
-    assert probing.gpu_models([card], {card.name: "titan_x"}) == (
-        GpuModel(type="titan_x", count=1),
-    )
+    assert gpu_models([card], {card.name: "titan_x"}) == (GpuModel(type="titan_x", count=1),)
     shared = {"nvidia-smi": [(0, "0, 0000000F:01:00.0, [N/A], 580.95.05, NVIDIA GB10")]}
     assert parse_gpus(shared)[0].memory_mib == 0
     mismatch = (
@@ -125,7 +124,7 @@ def test_a_driver_too_old_for_a_field_and_a_failing_one() -> None:
 def test_amd_cards(tool: str, text: str, found: tuple[str, int, str, str, str]) -> None:
     (card,) = parse_gpus({tool: [(0, text)]})
     assert (card.name, card.memory_mib, card.compute_capability, card.driver, card.bus_id) == found
-    assert probing.gpu_models([card], {card.name: "x"})[0].minors == (128,)  # /dev/dri/renderD128
+    assert gpu_models([card], {card.name: "x"})[0].minors == (128,)  # /dev/dri/renderD128
 
 
 def test_types_are_short_and_never_shared_by_two_models() -> None:
@@ -183,7 +182,7 @@ def test_a_banner_is_passed_over_and_a_cut_answer_refused() -> None:
     assert facts.host == "alpha"
     assert facts.block("x") == Block(3, "a\nfact b c")
     for cut in ("", "Welcome!\n", whole[: whole.index("facts end")]):
-        with pytest.raises(RemoteError, match="not complete"):
+        with pytest.raises(RemoteError, match="is incomplete"):
             parse_facts(cut)
 
 
@@ -253,7 +252,7 @@ def test_a_tool_that_cannot_be_ended_does_not_hide_the_rest(
     )
     facts = parse_facts(done.stdout)
     assert facts.block("nvidia-smi") == Block(137, "")
-    assert probing.gpu_warning(facts) == "nvidia-smi fails: it says nothing (exit status 137)"
+    assert gpu_warning(facts) == "nvidia-smi fails: no message (exit status 137)"
 
 
 def runner_of(told: dict[str, str]):
@@ -278,9 +277,7 @@ def test_probing_twice_changes_nothing_and_a_difference_is_shown_first(
 ) -> None:
     path = tmp_path / "cluster.yaml"
     monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115
-    probing.probe(
-        ["root@alpha", "beta"], None, str(path), yes=False, runner=runner_of({"alpha": ALPHA})
-    )
+    probe(["root@alpha", "beta"], None, str(path), yes=False, runner=runner_of({"alpha": ALPHA}))
     assert "beta: cannot be reached" in capsys.readouterr().err
     (node,) = Cluster.load(path).nodes
     assert (node.name, node.address, node.memory_mb, node.cpus, node.os) == (
@@ -292,19 +289,19 @@ def test_probing_twice_changes_nothing_and_a_difference_is_shown_first(
     )
     assert (node.gres, node.ssh.user, node.features) == ("gpu:rtx_3090:1", "root", ("vram24gb",))
     first = path.read_text()
-    probing.probe([], path, None, yes=False, runner=runner_of({"alpha": ALPHA}))
+    probe([], path, None, yes=False, runner=runner_of({"alpha": ALPHA}))
     assert path.read_text() == first
     more = {"alpha": ALPHA.replace("33554432", "16777216")}
     with pytest.raises(ProbeError, match="--yes"):
-        probing.probe([], path, None, yes=False, runner=runner_of(more))
+        probe([], path, None, yes=False, runner=runner_of(more))
     shown = capsys.readouterr().out
     assert "-    memory: 31129M" in shown
     assert "+    memory: 15564M" in shown
     assert path.read_text() == first
-    probing.probe([], path, None, yes=True, runner=runner_of(more))
+    probe([], path, None, yes=True, runner=runner_of(more))
     assert Cluster.load(path).nodes[0].memory_mb == 15564
-    with pytest.raises(ProbeError, match="no node answered"):
-        probing.probe([], path, None, yes=True, runner=runner_of({}))
+    with pytest.raises(ProbeError, match="no node responded"):
+        probe([], path, None, yes=True, runner=runner_of({}))
 
 
 def test_a_probe_before_the_driver_can_be_repeated_after_it(
@@ -312,13 +309,13 @@ def test_a_probe_before_the_driver_can_be_repeated_after_it(
 ) -> None:
     path = tmp_path / "cluster.yaml"
     bare = ALPHA[: ALPHA.index("\nblock")]
-    probing.probe(["alpha"], None, str(path), yes=False, runner=runner_of({"alpha": bare}))
+    probe(["alpha"], None, str(path), yes=False, runner=runner_of({"alpha": bare}))
     assert "no node has a GPU" in capsys.readouterr().err
-    probing.probe([], path, None, yes=True, runner=runner_of({"alpha": ALPHA}))
+    probe([], path, None, yes=True, runner=runner_of({"alpha": ALPHA}))
     assert Cluster.load(path).nodes[0].gpu_count == 1
     path.write_text("nodes:\n  - {name: alpha, gpu: 1}\n")
     with pytest.raises(ClusterError, match="did you mean 'gpus'"):
-        probing.probe([], path, None, yes=True, runner=runner_of({"alpha": ALPHA}))
+        probe([], path, None, yes=True, runner=runner_of({"alpha": ALPHA}))
 
 
 def test_what_no_probe_can_know_is_kept(tmp_path: Path) -> None:
@@ -411,8 +408,8 @@ def test_a_file_of_another_kind_is_written_over_only_when_told_to(tmp_path: Path
     path = tmp_path / "photo"
     path.write_bytes(b"\xff\xd8")
     (tmp_path / "cluster.yaml").write_text("nodes:\n  - {name: alpha, gpus: 1}\n")
-    with pytest.raises(ProbeError, match="--yes writes over it"):
-        probing.probe(
+    with pytest.raises(ProbeError, match="--yes to overwrite it"):
+        probe(
             [], tmp_path / "cluster.yaml", str(path), yes=False, runner=runner_of({"alpha": ALPHA})
         )
     assert path.read_bytes() == b"\xff\xd8"
@@ -459,7 +456,7 @@ def test_hostile_arguments_are_refused(argument: str) -> None:
             "block nvidia-smi 0\n|0, 00000000:01:00.0, [GPU is lost], 5, [GPU is lost]",
             "GPU 0 at 00000000:01:00.0: [GPU",
         ),
-        ("block nvidia-smi 124\n|", "fails: it says nothing (exit status 124)"),
+        ("block nvidia-smi 124\n|", "fails: no message (exit status 124)"),
         (
             "block nvidia-smi 0\n|No devices were found\nfact pci_gpu 0x10de",
             "nvidia-smi shows none",
@@ -473,6 +470,6 @@ def test_cards_that_cannot_be_seen_are_not_written_off(
     path = tmp_path / "cluster.yaml"
     path.write_text("nodes:\n  - {name: alpha, gpus: {type: a100, count: 2}}\n")
     told = ALPHA[: ALPHA.index("block nvidia-smi")] + lines
-    probing.probe([], path, None, yes=True, runner=runner_of({"alpha": told}))
+    probe([], path, None, yes=True, runner=runner_of({"alpha": told}))
     assert Cluster.load(path).nodes[0].gres == "gpu:a100:2"
     assert warning in capsys.readouterr().err

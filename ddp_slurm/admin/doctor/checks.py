@@ -1,9 +1,9 @@
-"""The list of all checks, and what they say together."""
+"""The list of all checks, and their results together."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 
-from ddp_slurm.admin.doctor import checks_machine, checks_slurm, checks_training
+from ddp_slurm.admin.doctor import checks_machine, checks_slurm, checks_training, checks_users
 from ddp_slurm.admin.doctor.finding import Finding, Findings, Severity
 from ddp_slurm.admin.doctor.snapshot import Snapshot
 from ddp_slurm.console import table as aligned
@@ -14,7 +14,7 @@ CHECKS: Mapping[str, Callable[[Snapshot], Findings]] = {
     "name resolution": checks_machine.name_resolution,
     "firewall": checks_slurm.firewall,
     "clock": checks_machine.clock,
-    "users": checks_machine.users,
+    "users": checks_users.users,
     "munge key": checks_slurm.munge_key,
     "Slurm release": checks_slurm.release,
     "cgroup plugin": checks_slurm.cgroup,
@@ -30,41 +30,41 @@ CHECKS: Mapping[str, Callable[[Snapshot], Findings]] = {
     "cards served": checks_training.served_cards,
     "glibc": checks_training.libc,
 }
-"""In the order in which faults are worth mending: what stands above often causes what stands below."""
+"""In the order in which to fix errors: one check's error often causes those of later checks."""
 
 
 def diagnose(snapshot: Snapshot) -> list[Finding]:
-    """The findings of every check, one that all is well where a check found nothing."""
-    findings = []
+    """The findings of every check; one with ``Severity.OK`` where a check found nothing."""
+    findings: list[Finding] = []
     for name, check in CHECKS.items():
-        said = [
-            Finding(name, severity, nodes, cause, fix)
-            for severity, nodes, cause, fix in check(snapshot)
-        ]
-        findings += said or [Finding(name, Severity.OK, tuple(snapshot.facts))]
+        own = list(check(snapshot))
+        if not own:
+            own = [Finding(Severity.OK, tuple(snapshot.facts))]
+        findings += [replace(finding, check=name) for finding in own]
     return findings
 
 
-def exit_status(findings: list[Finding]) -> int:
+def exit_status(findings: Sequence[Finding]) -> int:
     """0 where nothing is wrong, 1 with warnings, 2 with errors."""
     return max(0, *(int(finding.severity) for finding in findings))
 
 
-def table(findings: list[Finding]) -> str:
-    """A line a finding: severity, check, nodes, cause, and the cure behind an arrow."""
+def table(findings: Sequence[Finding]) -> str:
+    """A line a finding: severity, check, nodes, cause, and the fix behind an arrow."""
     rows = []
-    for f in findings:
-        word = f.severity.name.lower()
-        where = "" if f.severity is Severity.OK else ",".join(f.nodes)
-        rows.append((word, f.check, where, f.cause + (f" -> {f.fix}" if f.fix else "")))
+    for finding in findings:
+        is_ok = finding.severity is Severity.OK
+        nodes = "" if is_ok else ",".join(finding.nodes)
+        text = f"{finding.cause} -> {finding.fix}" if finding.fix else finding.cause
+        rows.append((finding.severity.name.lower(), finding.check, nodes, text))
     return f"{aligned(rows)}\n"
 
 
-def as_json(findings: list[Finding]) -> dict[str, object]:
+def as_json(findings: Sequence[Finding]) -> dict[str, object]:
     """For other programs: the findings with the severity's name, and the exit status."""
-    return {
-        "status": exit_status(findings),
-        "findings": [
-            asdict(finding) | {"severity": finding.severity.name.lower()} for finding in findings
-        ],
-    }
+    items = []
+    for finding in findings:
+        item = asdict(finding)
+        item["severity"] = finding.severity.name.lower()
+        items.append(item)
+    return {"status": exit_status(findings), "findings": items}

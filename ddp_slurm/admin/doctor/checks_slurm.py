@@ -2,7 +2,16 @@
 
 import re
 
-from ddp_slurm.admin.doctor.finding import Findings, Severity
+from ddp_slurm.admin.doctor.finding import (
+    Finding,
+    Findings,
+    Severity,
+    error,
+    listed,
+    outside_largest,
+    skipped,
+    warning,
+)
 from ddp_slurm.admin.doctor.snapshot import (
     HIGH_PORT,
     SLURMCTLD_PORT,
@@ -10,47 +19,45 @@ from ddp_slurm.admin.doctor.snapshot import (
     Snapshot,
     config_of,
 )
+from ddp_slurm.admin.facts import Facts
 from ddp_slurm.admin.slurm_releases import RELEASES
 
 INSTALL = "ddp-slurm cluster install"
+SAME_CONFIGURATION = f"{INSTALL} --step slurmctld --step slurmd; nodes need no copy of their own"
+_PORT_USERS = {
+    str(SLURMCTLD_PORT): "slurmctld",
+    str(SLURMD_PORT): "slurmd",
+    str(HIGH_PORT): "torch, NCCL and srun",
+}
 
 
 def reachable(snapshot: Snapshot) -> Findings:
-    """Every node answers."""
+    """Every node responds."""
     for name, cause in snapshot.unreachable.items():
-        yield (
-            Severity.ERROR,
-            (name,),
-            cause.removeprefix(f"{name}: "),
-            "start it, or correct address and ssh in cluster.yaml",
-        )
+        fix = "start it, or correct address and ssh in cluster.yaml"
+        yield error(name, cause.removeprefix(f"{name}: "), fix)
 
 
 def controller(snapshot: Snapshot) -> Findings:
-    """slurmctld answers every node."""
-    asked = {
-        name: block
-        for name, facts in snapshot.facts.items()
-        if (block := facts.block("slurm.ping"))
-    }
-    if not asked:
-        yield Severity.SKIPPED, (), "Slurm is installed nowhere", ""
-    deaf = tuple(name for name, block in asked.items() if " UP" not in block.text)
-    if deaf and len(deaf) == len(asked):
-        where = snapshot.cluster.controller_name
-        yield (
-            Severity.ERROR,
-            (where,),
-            f"slurmctld answers nobody: {_last_line(asked[deaf[0]].text)}",
-            f"on {where}: systemctl status slurmctld; the end of /var/log/slurm/slurmctld.log",
-        )
-    elif deaf:
-        yield (
-            Severity.ERROR,
-            deaf,
-            f"slurmctld does not answer: {_last_line(asked[deaf[0]].text)}",
-            f"{INSTALL} --step hosts --step slurmd",
-        )
+    """slurmctld responds to every node."""
+    pings = {}
+    for name, facts in snapshot.facts.items():
+        block = facts.block("slurm.ping")
+        if block:
+            pings[name] = block.text
+    if not pings:
+        yield skipped("Slurm is installed on no node")
+    without_response = [name for name, text in pings.items() if " UP" not in text]
+    if not without_response:
+        return
+    ping = _last_line(pings[without_response[0]])
+    if len(without_response) == len(pings):
+        host = snapshot.cluster.controller_name
+        fix = f"on {host}: systemctl status slurmctld; the end of /var/log/slurm/slurmctld.log"
+        yield error(host, f"slurmctld does not respond to any node: {ping}", fix)
+    else:
+        fix = f"{INSTALL} --step hosts --step slurmd"
+        yield error(without_response, f"slurmctld does not respond: {ping}", fix)
 
 
 _REASONS = (
@@ -85,11 +92,11 @@ _REASONS = (
 def node_states(snapshot: Snapshot) -> Findings:
     """Every node takes jobs."""
     if not snapshot.slurm_nodes:
-        yield Severity.SKIPPED, (), "slurmctld does not answer", ""
+        yield skipped("slurmctld does not respond")
     for node in snapshot.cluster.nodes:
         seen = snapshot.slurm_nodes.get(node.name)
         if snapshot.slurm_nodes and seen is None:
-            yield Severity.ERROR, (node.name,), "slurm.conf does not have this node", INSTALL
+            yield error(node.name, "this node is not in slurm.conf", INSTALL)
         if seen is None or not re.search(
             r"DOWN|DRAIN|FAIL|UNKNOWN|NOT_RESPONDING|INVAL|\*", seen.state
         ):
@@ -97,7 +104,7 @@ def node_states(snapshot: Snapshot) -> Findings:
         reason = seen.reason or ""
         known = next((fix for word, fix in _REASONS if word in reason), None)
         by_slurm = re.search(r"\(by slurm\)$", reason) or known or not reason
-        yield (
+        yield Finding(
             Severity.ERROR if by_slurm else Severity.WARNING,
             (node.name,),
             f"{seen.state}: {reason or 'Slurm gives no reason'}",
@@ -106,135 +113,122 @@ def node_states(snapshot: Snapshot) -> Findings:
 
 
 def release(snapshot: Snapshot) -> Findings:
-    """One Slurm release on all nodes: slurmctld refuses slurmds that are too old or newer than itself."""
-    versions: dict[str, list[str]] = {}
+    """One Slurm release on all nodes: slurmctld refuses slurmds that are too old or too new."""
+    nodes_of_version: dict[str, list[str]] = {}
     for name, facts in snapshot.facts.items():
-        block = facts.block("slurmd.version") or facts.block("slurmctld.version")
-        running = snapshot.slurm_nodes[name].version if name in snapshot.slurm_nodes else None
-        installed = (
-            block.text.split()[-1] if block and block.status == 0 and block.text else running
-        )
+        seen = snapshot.slurm_nodes.get(name)
+        running = seen.version if seen else None
+        installed = _installed_version(facts) or running
         if installed is None:
-            yield Severity.ERROR, (name,), "slurmd is not installed", f"{INSTALL} --step packages"
+            yield error(name, "slurmd is not installed", f"{INSTALL} --step packages")
             continue
-        versions.setdefault(installed, []).append(name)
+        nodes_of_version.setdefault(installed, []).append(name)
         if running and running != installed:
-            yield (
-                Severity.WARNING,
-                (name,),
-                f"slurmd {running} still runs, {installed} is installed",
-                "restart slurmd",
-            )
-    if len(versions) > 1:
-        odd = _odd_ones(versions)
-        releases = {version[:5] for version in versions}
-        listed = ", ".join(
-            f"{version} on {', '.join(names)}" for version, names in versions.items()
-        )
-        yield (
+            cause = f"slurmd {running} still runs, {installed} is installed"
+            yield warning(name, cause, "restart slurmd")
+    if len(nodes_of_version) > 1:
+        releases = {version[:5] for version in nodes_of_version}
+        yield Finding(
             Severity.ERROR if len(releases) > 1 else Severity.WARNING,
-            odd,
-            f"different Slurm versions: {listed}",
-            "install one release on all nodes; where the distributions differ, one packaging for all (see the guide)",
+            outside_largest(nodes_of_version),
+            f"different Slurm versions: {listed(nodes_of_version)}",
+            "install one release on all nodes; where the distributions differ, one packaging for "
+            "all (see the guide)",
         )
-    for version, names in versions.items():
+    for version, names in nodes_of_version.items():
         if version[:5] < RELEASES[0]:
-            yield (
-                Severity.ERROR,
-                tuple(names),
-                f"Slurm {version} cannot start one step over all parts of a het job",
-                f"install {RELEASES[0]} or later",
-            )
+            cause = f"Slurm {version} cannot start one step over all parts of a het job"
+            yield error(names, cause, f"install {RELEASES[0]} or later")
+
+
+def _installed_version(facts: Facts) -> str | None:
+    block = facts.block("slurmd.version") or facts.block("slurmctld.version")
+    if block is None or block.status != 0 or not block.text:
+        return None
+    return block.text.split()[-1]
 
 
 def cgroup(snapshot: Snapshot) -> Findings:
     """A machine with cgroup v2 needs Slurm's plugin for it, or slurmd does not start."""
     for name, facts in snapshot.facts.items():
+        is_v2 = facts.first("cgroup") == "cgroup2fs"
         plugins = facts.values.get("cgroup_plugin", ())
-        if facts.block("slurmd.version") is None or facts.first("cgroup") != "cgroup2fs":
-            continue
-        if not any(path.endswith("cgroup_v2.so") for path in plugins):
-            yield (
-                Severity.ERROR,
-                (name,),
+        has_plugin = any(path.endswith("cgroup_v2.so") for path in plugins)
+        if facts.block("slurmd.version") and is_v2 and not has_plugin:
+            yield error(
+                name,
                 "the machine has cgroup v2, this Slurm has no plugin for it (cgroup_v2.so)",
-                "install Slurm 22.05 or later, built with the dbus headers; do not go back to v1 in the boot loader",
+                "install Slurm 22.05 or later, built with the dbus headers; do not go back to v1 "
+                "in the boot loader",
             )
 
 
 def munge_key(snapshot: Snapshot) -> Findings:
-    """A credential of one node is accepted by all others, and nobody but munge can read the key."""
+    """A credential of one node is accepted by all others, and only munge can read the key."""
     if snapshot.credential_from is None:
-        munged = tuple(name for name, facts in snapshot.facts.items() if facts.first("munged"))
-        if munged:
-            yield Severity.ERROR, munged, "munged answers on no node", f"{INSTALL} --step munge"
+        installed = [name for name, facts in snapshot.facts.items() if facts.first("munged")]
+        if installed:
+            yield error(installed, "munged does not respond on any node", f"{INSTALL} --step munge")
         else:
-            yield Severity.SKIPPED, (), "munge is installed nowhere", ""
+            yield skipped("munge is installed on no node")
     for name, facts in snapshot.facts.items():
-        block = facts.block("unmunge")
-        if snapshot.credential_from and (block is None or "Failed to access" in block.text):
-            yield (
-                Severity.ERROR,
-                (name,),
-                "munged does not run",
-                f"{INSTALL} --step munge --node {name}",
-            )
-        elif block and "Invalid credential" in block.text:
-            yield (
-                Severity.ERROR,
-                (name,),
-                f"another munge key than {snapshot.credential_from}: Invalid credential",
-                f"{INSTALL} --step munge; munged reads its key at start only",
-            )
-        elif block and block.status and not re.search(r"Expired|Rewound|Replayed", block.text):
-            yield (
-                Severity.ERROR,
-                (name,),
-                f"munge: {_last_line(block.text)}",
-                f"{INSTALL} --step munge",
-            )
+        finding = _credential_finding(snapshot, name, facts)
+        if finding:
+            yield finding
         key = facts.first("munge_key")
-        if key and int(key.split()[0], 8) & 0o077:
-            mode = key.split()[0]
-            yield (
-                Severity.ERROR,
-                (name,),
-                f"/etc/munge/munge.key has mode {mode}: others can read it",
-                f"{INSTALL} --step munge",
-            )
+        mode = key.split()[0] if key else "400"
+        if int(mode, 8) & 0o077:
+            cause = f"/etc/munge/munge.key has mode {mode}: others can read it"
+            yield error(name, cause, f"{INSTALL} --step munge")
+
+
+def _credential_finding(snapshot: Snapshot, name: str, facts: Facts) -> Finding | None:
+    """Whether the node decodes the credential of ``snapshot.credential_from``."""
+    block = facts.block("unmunge")
+    text = block.text if block else "Failed to access"
+    if "Failed to access" in text:
+        if snapshot.credential_from is None:
+            return None
+        return error(name, "munged is not running", f"{INSTALL} --step munge --node {name}")
+    if "Invalid credential" in text:
+        cause = f"another munge key than {snapshot.credential_from}: Invalid credential"
+        return error(name, cause, f"{INSTALL} --step munge; munged reads its key at start only")
+    is_clock = re.search(r"Expired|Rewound|Replayed", text)  # the check "clock" reports these
+    if block and block.status and not is_clock:
+        return error(name, f"munge: {_last_line(text)}", f"{INSTALL} --step munge")
+    return None
 
 
 def configuration(snapshot: Snapshot) -> Findings:
     """All nodes run with the controller's configuration."""
-    differing = tuple(
-        name
-        for name, facts in snapshot.facts.items()
-        if config_of(facts).get("HASH_VAL", "Match").startswith("Different")
-    )
+    differing = []
+    for name, facts in snapshot.facts.items():
+        if config_of(facts).get("HASH_VAL", "").startswith("Different"):
+            differing.append(name)
     if differing:
-        yield (
-            Severity.ERROR,
-            differing,
-            "slurm.conf differs from the one slurmctld runs with",
-            f"{INSTALL} --step slurmctld --step slurmd; nodes need no copy of their own",
-        )
+        cause = "slurm.conf differs from the one slurmctld runs with"
+        yield error(differing, cause, SAME_CONFIGURATION)
+    for path, nodes_of_sum in _copies(snapshot).items():
+        odd = outside_largest(nodes_of_sum)
+        if not set(odd) <= set(differing):
+            yield warning(odd, f"{path} is not the same on all nodes", SAME_CONFIGURATION)
+
+
+def _copies(snapshot: Snapshot) -> dict[str, dict[str, list[str]]]:
+    """For each path of a configuration file: the nodes by its checksum."""
     copies: dict[str, dict[str, list[str]]] = {}
     for name, facts in snapshot.facts.items():
-        for file in facts.values.get("config_file", ()):
-            path, checksum, size, *_ = file.split()
-            copies.setdefault(path, {}).setdefault(f"{checksum} {size}", []).append(name)
-    for path, versions in copies.items():
-        if len(versions) > 1 and not set(_odd_ones(versions)) <= set(differing):
-            yield (
-                Severity.WARNING,
-                _odd_ones(versions),
-                f"{path} is not the same on all nodes",
-                f"{INSTALL} --step slurmctld --step slurmd; nodes need no copy of their own",
-            )
+        for line in facts.values.get("config_file", ()):
+            path, checksum = line.split(maxsplit=1)
+            copies.setdefault(path, {}).setdefault(checksum, []).append(name)
+    return copies
 
 
 def firewall(snapshot: Snapshot) -> Findings:
-    """Between every two nodes the ports of Slurm and of training pass. A refusal has passed: nobody listens there."""
+    """Between every two nodes the ports of Slurm and of training are open.
+
+    A refused connection is fine: it got through, and no program listens there.
+    """
     blocked: dict[tuple[str, str], list[str]] = {}
     for name, facts in snapshot.facts.items():
         for line in facts.values.get("port", ()):
@@ -242,24 +236,10 @@ def firewall(snapshot: Snapshot) -> Findings:
             if answer in ("silent", "unreachable") and peer not in snapshot.unreachable:
                 blocked.setdefault((name, peer), []).append(port)
     for (name, peer), ports in blocked.items():
-        what = {
-            str(SLURMCTLD_PORT): "slurmctld",
-            str(SLURMD_PORT): "slurmd",
-            str(HIGH_PORT): "torch, NCCL and srun",
-        }
-        listed = ", ".join(f"{port} ({what.get(port, 'tcp')})" for port in sorted(ports))
-        yield (
-            Severity.ERROR,
-            (peer,),
-            f"{name} gets no answer from {peer} on port {listed}",
-            f"on {peer}, let the cluster's own network through: ufw allow from NETWORK",
-        )
-
-
-def _odd_ones(groups: dict[str, list[str]]) -> tuple[str, ...]:
-    """Everybody outside the largest group."""
-    largest = max(groups.values(), key=len)
-    return tuple(name for names in groups.values() if names is not largest for name in names)
+        names = [f"{port} ({_PORT_USERS.get(port, 'tcp')})" for port in sorted(ports)]
+        cause = f"{name} gets no answer from {peer} on port {', '.join(names)}"
+        fix = f"on {peer}, allow the cluster's own network: ufw allow from NETWORK"
+        yield error(peer, cause, fix)
 
 
 def _last_line(text: str) -> str:

@@ -1,14 +1,15 @@
-"""Checks of what trains: Python, torch and its libraries on all nodes, and whether torch still serves each card."""
+"""Checks of what trains: Python, torch and its libraries, and whether torch supports each card."""
 
 import re
 from collections.abc import Mapping
 
-from ddp_slurm.admin.doctor.finding import Findings, Severity
+from ddp_slurm.admin.doctor.finding import Findings, error, listed, skipped, warning
 from ddp_slurm.admin.doctor.snapshot import Snapshot
 from ddp_slurm.admin.facts import Facts
 
-OLDEST_LIBC_OF_TORCH_2_7 = (2, 28)
-_WHAT = {
+OLDEST_GLIBC_OF_TORCH_2_7 = (2, 28)
+SAME_ENVIRONMENT = "the same environment on all nodes (see the guide)"
+_COMPARED = {
     "python": "Python",
     "torch": "torch",
     "cuda": "CUDA of torch",
@@ -17,105 +18,87 @@ _WHAT = {
 }
 
 
+def importable(snapshot: Snapshot) -> Findings:
+    """The interpreter and torch exist on every node with GPUs."""
+    nodes = _with_gpus(snapshot)
+    name_it = f"name the interpreter that trains: --python (now {snapshot.python})"
+    missing = [name for name, facts in nodes.items() if not facts.training]
+    if missing:
+        cause = f"{snapshot.python} does not run"
+        if len(missing) == len(nodes):
+            yield warning(missing, cause, name_it)
+        else:
+            fix = "the same environment on all nodes, under the same path"
+            yield error(missing, cause, fix)
+    training = {name: facts.training for name, facts in nodes.items()}
+    for failure, names in _groups(training, "torch_error").items():
+        cause = f"import torch: {failure}"
+        if len(names) == len(nodes):
+            yield warning(names, cause, name_it)
+        else:
+            fix = "install it there too: the same environment on all nodes"
+            yield error(names, cause, fix)
+
+
 def versions(snapshot: Snapshot) -> Findings:
     """Python's minor release, torch, CUDA, cuDNN and NCCL are the same on all nodes with GPUs."""
-    told = {n: f.training for n, f in _with_gpus(snapshot).items() if f.training}
-    if not told:
-        yield Severity.SKIPPED, (), f"{snapshot.python} runs on no node with GPUs", ""
-    for key, what in _WHAT.items():
-        groups = _groups(
-            {name: values | {"python": _minor(values["python"])} for name, values in told.items()},
-            key,
-        )
+    values_of_node: dict[str, dict[str, str]] = {}
+    for name, facts in _with_gpus(snapshot).items():
+        if facts.training:
+            python = ".".join(facts.training["python"].split(".")[:2])
+            values_of_node[name] = {**facts.training, "python": python}
+    if not values_of_node:
+        yield skipped(f"{snapshot.python} runs on no node with GPUs")
+    for key, title in _COMPARED.items():
+        groups = _groups(values_of_node, key)
         if len(groups) > 1:
-            odd = min(groups.values(), key=len)
-            listed = ", ".join(f"{value} on {', '.join(names)}" for value, names in groups.items())
-            yield (
-                Severity.ERROR,
-                tuple(odd),
-                f"different {what}: {listed}",
-                "the same environment on all nodes (see the guide)",
-            )
-
-
-def importable(snapshot: Snapshot) -> Findings:
-    """The interpreter and torch are there on every node with GPUs."""
-    nodes = _with_gpus(snapshot)
-    missing = tuple(name for name, facts in nodes.items() if not facts.training)
-    if missing and len(missing) == len(nodes):
-        yield (
-            Severity.WARNING,
-            missing,
-            f"{snapshot.python} does not run",
-            "name the interpreter that trains: --python",
-        )
-    elif missing:
-        yield (
-            Severity.ERROR,
-            missing,
-            f"{snapshot.python} does not run",
-            "the same environment on all nodes, under the same path",
-        )
-    faults = _groups({name: facts.training for name, facts in nodes.items()}, "torch_fault")
-    for fault, names in faults.items():
-        everywhere = len(names) == len(nodes)
-        yield (
-            Severity.WARNING if everywhere else Severity.ERROR,
-            tuple(names),
-            f"import torch: {fault}",
-            f"name the interpreter that trains: --python (now {snapshot.python})"
-            if everywhere
-            else "install it there too: the same environment on all nodes",
-        )
+            fewest = min(groups.values(), key=len)
+            yield error(fewest, f"different {title}: {listed(groups)}", SAME_ENVIRONMENT)
 
 
 def driver_branch(snapshot: Snapshot) -> Findings:
-    """The GPU drivers are of one branch: NCCL meets its own faults between two."""
-    cards = {
-        n: f.gpus[0] for n, f in snapshot.facts.items() if f.gpus and f.gpus[0].vendor == "nvidia"
-    }
-    groups = _groups(
-        {n: {"branch": card.driver.split(".")[0]} for n, card in cards.items() if card.driver},
-        "branch",
-    )
+    """The GPU drivers are of one branch: NCCL has errors of its own between two."""
+    branches = {}
+    for name, facts in snapshot.facts.items():
+        if facts.gpus and facts.gpus[0].vendor == "nvidia" and facts.gpus[0].driver:
+            branches[name] = {"branch": facts.gpus[0].driver.split(".")[0]}
+    groups = _groups(branches, "branch")
     if len(groups) > 1:
-        odd = min(groups.values(), key=len)
-        listed = ", ".join(f"{branch} on {', '.join(names)}" for branch, names in groups.items())
-        yield (
-            Severity.WARNING,
-            tuple(odd),
-            f"different driver branches: {listed}",
-            "one branch on all nodes, held",
-        )
+        fewest = min(groups.values(), key=len)
+        cause = f"different driver branches: {listed(groups)}"
+        fix = "one branch on all nodes, excluded from automatic upgrades"
+        yield warning(fewest, cause, fix)
 
 
 def served_cards(snapshot: Snapshot) -> Findings:
-    """torch's build holds code for each card.
-
-    Code for compute capability X.y runs on X.z with z >= y; code for compute_XY (PTX) on everything later.
-    Source: CUDA C++ Programming Guide, "Binary Compatibility" and "PTX Compatibility".
-    """
+    """torch's build has code for each card."""
     for name, facts in snapshot.facts.items():
         built = facts.training.get("architectures", "").split()
         if not built:
             continue
-        nvidia = [gpu for gpu in facts.gpus if gpu.vendor == "nvidia" and gpu.compute_capability]
-        cards = {gpu.name: gpu.compute_capability for gpu in nvidia}
-        for card, capability in cards.items():
+        capabilities = {}
+        for gpu in facts.gpus:
+            if gpu.vendor == "nvidia" and gpu.compute_capability:
+                capabilities[gpu.name] = gpu.compute_capability
+        for card, capability in capabilities.items():
             if not is_served(capability, built):
-                cause = f"{card} (compute {capability}) is not served by torch {facts.training.get('torch')}"
-                yield Severity.ERROR, (name,), cause, _wheel(capability)
+                torch = facts.training.get("torch")
+                cause = f"torch {torch} has no code for {card} (compute capability {capability})"
+                yield error(name, cause, _wheel_for(capability))
 
 
 def is_served(capability: str, built: list[str]) -> bool:
     """Whether a build with code for ``built`` runs on a card.
 
-    >>> is_served("6.1", ["sm_60", "sm_70"]), is_served("8.9", ["sm_90"]), is_served("12.0", ["sm_80", "compute_90"])
+    Code for compute capability X.y runs on X.z with z >= y; code for compute_XY (PTX) on everything
+    later. Source: CUDA C++ Programming Guide, "Binary Compatibility" and "PTX Compatibility".
+
+    >>> is_served("6.1", ["sm_60"]), is_served("8.9", ["sm_90"]), is_served("12.0", ["compute_90"])
     (True, False, True)
     """
     major, minor = (int(part) for part in capability.split("."))
-    for word in built:
-        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", word)
+    for architecture in built:
+        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", architecture)
         if not match:
             continue
         code = (int(match[2]), int(match[3]))
@@ -126,44 +109,39 @@ def is_served(capability: str, built: list[str]) -> bool:
     return False
 
 
-def _wheel(capability: str) -> str:
+def _wheel_for(capability: str) -> str:
     major = int(capability.split(".")[0])
     if major < 5:
-        return "no torch of today serves it: leave the card out of cluster.yaml"
+        return "no current torch supports it: remove the card from cluster.yaml"
     if major <= 7:
-        return "the cu126 wheels still serve it; the same wheels on all nodes"
-    return "take wheels of a later CUDA (cu128 and up), the same on all nodes"
+        return "the cu126 wheels still support it; the same wheels on all nodes"
+    return "use wheels of a later CUDA (cu128 and up), the same on all nodes"
 
 
 def libc(snapshot: Snapshot) -> Findings:
     """torch wheels from 2.7 on need glibc 2.28, which Ubuntu 18.04 does not have."""
     for name, facts in _with_gpus(snapshot).items():
         match = re.search(r"glibc (\d+)\.(\d+)", facts.first("libc") or "")
-        if match and (int(match[1]), int(match[2])) < OLDEST_LIBC_OF_TORCH_2_7:
-            yield (
-                Severity.WARNING,
-                (name,),
+        if match and (int(match[1]), int(match[2])) < OLDEST_GLIBC_OF_TORCH_2_7:
+            yield warning(
+                name,
                 f"{facts.first('os')} has {match[0]}; torch wheels from 2.7 on need 2.28",
                 "torch 2.6 on all nodes, or a newer release of the system on this one",
             )
 
 
 def _with_gpus(snapshot: Snapshot) -> dict[str, Facts]:
-    return {
-        node.name: snapshot.facts[node.name]
-        for node in snapshot.cluster.nodes
-        if node.gpus and node.name in snapshot.facts
-    }
+    nodes = {}
+    for node in snapshot.cluster.nodes:
+        if node.gpus and node.name in snapshot.facts:
+            nodes[node.name] = snapshot.facts[node.name]
+    return nodes
 
 
-def _groups(told: Mapping[str, Mapping[str, str]], key: str) -> dict[str, list[str]]:
+def _groups(values_of_node: Mapping[str, Mapping[str, str]], key: str) -> dict[str, list[str]]:
     """Nodes by their value of ``key``; those without one are left out."""
     groups: dict[str, list[str]] = {}
-    for name, values in told.items():
+    for name, values in values_of_node.items():
         if key in values:
             groups.setdefault(values[key], []).append(name)
     return groups
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])

@@ -1,12 +1,12 @@
-"""What a check says."""
+"""What a check reports."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
 
 class Severity(IntEnum):
-    """Its value is the exit status of a doctor that found nothing worse; ``SKIPPED`` counts as fine."""
+    """The value is the exit status where nothing worse was found; ``SKIPPED`` counts as 0."""
 
     SKIPPED = -1
     OK = 0
@@ -16,14 +16,47 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the table: where, what is wrong and why, and what to do."""
+    """One line of the table: the nodes, what is wrong and why, and how to fix it."""
 
-    check: str
     severity: Severity
     nodes: tuple[str, ...] = ()
     cause: str = ""
     fix: str = ""
+    check: str = ""
+    """The name of the check, which ``diagnose`` fills in."""
 
 
-Findings = Iterator[tuple[Severity, tuple[str, ...], str, str]]
-"""What a check yields: severity, nodes, cause, fix; nothing at all where everything is well."""
+Findings = Iterator[Finding]
+"""What a check yields; nothing at all where everything is well."""
+
+
+def error(nodes: str | Collection[str], cause: str, fix: str) -> Finding:
+    return Finding(Severity.ERROR, _names(nodes), cause, fix)
+
+
+def warning(nodes: str | Collection[str], cause: str, fix: str) -> Finding:
+    return Finding(Severity.WARNING, _names(nodes), cause, fix)
+
+
+def skipped(cause: str) -> Finding:
+    """The check could not run."""
+    return Finding(Severity.SKIPPED, (), cause)
+
+
+def _names(nodes: str | Collection[str]) -> tuple[str, ...]:
+    return (nodes,) if isinstance(nodes, str) else tuple(nodes)
+
+
+def outside_largest(groups: dict[str, list[str]]) -> tuple[str, ...]:
+    """The nodes that are not in the largest group, given the nodes by value."""
+    largest = max(groups.values(), key=len)
+    odd: list[str] = []
+    for names in groups.values():
+        if names is not largest:
+            odd += names
+    return tuple(odd)
+
+
+def listed(groups: dict[str, list[str]]) -> str:
+    """``1.0 on alpha, beta, 1.1 on gamma``."""
+    return ", ".join(f"{value} on {', '.join(names)}" for value, names in groups.items())

@@ -1,0 +1,65 @@
+"""Check of the user accounts."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ddp_slurm.admin.doctor.finding import Findings, error, listed, warning
+from ddp_slurm.admin.doctor.snapshot import Snapshot
+from ddp_slurm.admin.facts import Facts
+
+DAEMON_USERS = ("munge", "slurm")
+PEOPLES_UIDS = range(1000, 60000)
+"""The range from which adduser takes the ids of people."""
+
+
+@dataclass
+class _Account:
+    """The nodes that have a user, by its id there."""
+
+    nodes_of_uid: dict[str, list[str]] = field(default_factory=dict)
+
+    def nodes(self) -> list[str]:
+        return [name for names in self.nodes_of_uid.values() for name in names]
+
+
+def users(snapshot: Snapshot) -> Findings:
+    """A name has one id on all nodes, and who may run jobs exists on all."""
+    accounts: dict[str, _Account] = {}
+    asked = [name for name, facts in snapshot.facts.items() if facts.block("users")]
+    for node in asked:
+        for user, uid in _relevant_users(snapshot.facts[node]):
+            account = accounts.setdefault(user, _Account())
+            account.nodes_of_uid.setdefault(uid, []).append(node)
+    for user, account in accounts.items():
+        is_daemon = user in DAEMON_USERS
+        if is_daemon:
+            fix = "ddp-slurm cluster install --step users"
+        else:
+            fix = f"useradd -u ID {user}, the same ID on all nodes"
+        present = account.nodes()
+        missing = [name for name in asked if name not in present]
+        if len(account.nodes_of_uid) > 1:
+            fewest = min(account.nodes_of_uid.values(), key=len)
+            ids = listed(account.nodes_of_uid)
+            yield error(fewest, f"user {user} has different ids: {ids}", fix)
+        elif missing:
+            uid = next(iter(account.nodes_of_uid))
+            cause = f"user {user} (id {uid}) does not exist"
+            if is_daemon:
+                yield error(missing, cause, fix)
+            elif len(present) > 1:  # a user of one node only is that machine's own
+                yield warning(missing, cause, fix)
+
+
+def _relevant_users(facts: Facts) -> Iterator[tuple[str, str]]:
+    """Name and id of munge, slurm, and of people: those who can log in. See passwd(5)."""
+    block = facts.block("users")
+    for line in block.text.splitlines() if block else ():
+        fields = line.split(":")
+        if len(fields) < 7:
+            continue
+        name, uid, shell = fields[0], fields[2], fields[6]
+        is_person = uid.isdigit() and int(uid) in PEOPLES_UIDS
+        can_log_in = not shell.endswith(("nologin", "false"))
+        if name in DAEMON_USERS or (is_person and can_log_in):
+            yield name, uid

@@ -1,0 +1,89 @@
+"""Run the steps in their order."""
+
+from collections.abc import Callable, Sequence
+
+from ddp_slurm.admin.install.before import common_release, look
+from ddp_slurm.admin.install.settings import (
+    common_settings,
+    settings_of_controller,
+    settings_of_release,
+)
+from ddp_slurm.admin.install.steps import (
+    InstallError,
+    Outcome,
+    Step,
+    chosen_steps,
+    run_step,
+)
+from ddp_slurm.cluster import Cluster, Node
+from ddp_slurm.errors import did_you_mean
+from ddp_slurm.ssh.run import Runner, run
+
+
+def install(
+    cluster: Cluster,
+    *,
+    nodes: Sequence[str] = (),
+    steps: Sequence[str] = (),
+    dry_run: bool = False,
+    report: Callable[[Outcome], None] = lambda outcome: None,
+    runner: Runner = run,
+) -> list[Outcome]:
+    """Run the steps, each on all nodes at once, and stop after the first that fails on any node.
+
+    ``nodes`` and ``steps`` restrict it; steps of the controller are left out where it is not among
+    the nodes. Raises InstallError when a step fails, when one of ``nodes`` or the controller cannot
+    be reached, when the nodes would get different releases, or one that cannot use their addresses.
+    """
+    chosen = _chosen_nodes(cluster, nodes)
+    plan = chosen_steps(steps)
+    settings = common_settings(cluster, dry_run=dry_run)
+    needed = {node.name for node in chosen} | {cluster.controller_name}
+    before = look(cluster, needed, settings, runner)
+    outcomes: list[Outcome] = []
+    for name, cause in before.absent.items():
+        outcomes.append(Outcome("before", name, "skipped", (cause,)))
+        report(outcomes[-1])
+    release = common_release(before, dry_run=dry_run)
+    settings |= settings_of_controller(before.nodes[cluster.controller_name])
+    settings |= settings_of_release(cluster, release)
+    _check_configless(plan, settings["SLURM_CONF"], release)
+    for step in plan:
+        step_nodes = chosen
+        if step.on_controller_only:
+            step_nodes = tuple(node for node in chosen if node.name == cluster.controller_name)
+        new = run_step(step, step_nodes, settings, runner)
+        for outcome in new:
+            report(outcome)
+        outcomes += new
+        _check_success(step, new)
+    return outcomes
+
+
+def _chosen_nodes(cluster: Cluster, names: Sequence[str]) -> tuple[Node, ...]:
+    """The nodes of these names, all for no names. Raises InstallError for an unknown name."""
+    known = [node.name for node in cluster.nodes]
+    for name in names:
+        if name not in known:
+            raise InstallError(f"node {name!r} is not in the cluster{did_you_mean(name, known)}")
+    return tuple(node for node in cluster.nodes if not names or node.name in names)
+
+
+def _check_configless(plan: Sequence[Step], slurm_conf: str, release: str) -> None:
+    needs_it = any(step.name in ("slurmctld", "slurmd") for step in plan)
+    if needs_it and "enable_configless" not in slurm_conf:
+        raise InstallError(
+            f"Slurm {release} cannot send its configuration to the nodes over IPv6; 24.11 and "
+            "later can: use IPv4 addresses in cluster.yaml, or install a later release first (see "
+            "the guide)"
+        )
+
+
+def _check_success(step: Step, outcomes: Sequence[Outcome]) -> None:
+    failed = [outcome for outcome in outcomes if outcome.result == "failed"]
+    if not failed:
+        return
+    lines = [f"step {step.name} failed; the ones after it were not started"]
+    for outcome in failed:
+        lines.append(f"{outcome.node}: {'; '.join(outcome.reasons)}")
+    raise InstallError("\n".join(lines))
