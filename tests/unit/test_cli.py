@@ -1,4 +1,4 @@
-"""``ddp-slurm`` itself: what is typed wrong is a message and status 2, and every command has its help."""
+"""``ddp-slurm`` itself: messages, exit statuses, help, and what a command imports."""
 
 import os
 import subprocess
@@ -38,7 +38,8 @@ def cli(*words: str) -> "subprocess.CompletedProcess[str]":
         ("lab exec alpha", "no command; write it after alpha"),
         (
             "lab exec alpha --name x ls",
-            "expected a command after alpha, got the option '--name'; options of lab exec are written before alpha",
+            "expected a command after alpha, got the option '--name'; "
+            "options of lab exec are written before alpha",
         ),
     ],
 )
@@ -56,14 +57,16 @@ STREAMS = {
     "a message without a reader": ("ddp status x 2> >(exec true)", 2, ""),
     "a message without a stream": ("ddp status x 2>&-", 2, ""),
     "no current folder": (
-        "mkdir x; cd x; rmdir ../x; ddp submit --backend sbatch --dry-run --cluster $OLDPWD/cluster.yaml x",
+        "mkdir x; cd x; rmdir ../x; "
+        "ddp submit --backend sbatch --dry-run --cluster $OLDPWD/cluster.yaml x",
         2,
         "error: the current folder does not exist any more; go to another one\n",
     ),
     "not UTF-8": (
         "ddp submit --script s.sh caf$'\\xe9'.py",
         2,
-        """error: "_ddp_command=(python3 'caf\\udce9.py')": '\\udce9' cannot be written as utf-8\n""",
+        """error: "_ddp_command=(python3 'caf\\udce9.py')": """
+        """'\\udce9' cannot be written as utf-8\n""",
     ),
     "not ASCII": (
         "ddp submit --backend sbatch --dry-run --name \u00f6 x",

@@ -41,7 +41,8 @@ def test_plan_ranks_follow_the_order_of_the_file(uneven: Path) -> None:
 def test_component_holds_equal_nodes_in_slurms_order(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(
-        "nodes:\n  - {name: n10, gpus: 2}\n  - {name: big, gpus: 4}\n  - {name: 'n[9,11,0],n,a30', gpus: 2}\n"
+        "nodes:\n  - {name: n10, gpus: 2}\n  - {name: big, gpus: 4}\n"
+        "  - {name: 'n[9,11,0],n,a30', gpus: 2}\n"
         "  - {name: cpu, gpus: 0}\n  - {name: n8, gpus: 2, interface: eno1}\n"
     )
     plan = plan_of(path)
@@ -137,7 +138,8 @@ def test_node_with_gpus_of_several_models(tmp_path: Path) -> None:
 def test_cpus_per_task_is_at_least_one(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(
-        "nodes:\n  - {name: a, gpus: 4, cpus: 30}\n  - {name: b, gpus: 4, cpus: 2}\n  - {name: c, gpus: 4}\n"
+        "nodes:\n  - {name: a, gpus: 4, cpus: 30}\n  - {name: b, gpus: 4, cpus: 2}\n"
+        "  - {name: c, gpus: 4}\n"
     )
     assert [c.cpus_per_task for c in plan_of(path).components] == [7, 1]
     assert [c.cpus_per_task for c in plan_of(path, cpus_per_task=3).components] == [3]
@@ -192,7 +194,8 @@ def test_plan_refuses_what_the_cluster_does_not_have(
 def test_shares_by_a_file_of_speeds(uneven: Path, tmp_path: Path) -> None:
     speeds = tmp_path / "speeds.yaml"
     speeds.write_text(
-        "titan: {beta: 0.004}\nv100: {beta: 9, alpha: 9}\na100: {beta: 0.001, max_batch: 20}\nbeta: {beta: 2e-3}\n"
+        "titan: {beta: 0.004}\nv100: {beta: 9, alpha: 9}\n"
+        "a100: {beta: 0.001, max_batch: 20}\nbeta: {beta: 2e-3}\n"
     )
     plan = plan_of(uneven, global_batch_size=90, balance=str(speeds))
     assert plan.shares is not None
@@ -201,7 +204,8 @@ def test_shares_by_a_file_of_speeds(uneven: Path, tmp_path: Path) -> None:
     assert max(seconds) == 18, "the least that a step can take: 17 would do for 88 samples"
     assert plan.job_env().to_environ()["DDP_SLURM_BALANCE"] == "planned"
     speeds.write_text(
-        "titan: {beta: 1, max_batch: 10}\nv100: {beta: 1, alpha: 3, max_batch: 20}\na100: {beta: 1, max_batch: 10}\n"
+        "titan: {beta: 1, max_batch: 10}\nv100: {beta: 1, alpha: 3, max_batch: 20}\n"
+        "a100: {beta: 1, max_batch: 10}\n"
     )
     assert plan_of(uneven, global_batch_size=90, balance=str(speeds)).shares == (
         10,
@@ -229,7 +233,8 @@ def test_shares_by_a_file_of_speeds(uneven: Path, tmp_path: Path) -> None:
         ("titan: {beta: -1}\n", "'-1' is not a number of seconds"),
         ("titan: {gamma: 1}\n", "unknown key"),
         (
-            "titan: {beta: 1, max_batch: 1}\nv100: {beta: 1, max_batch: 1}\na100: {beta: 1, max_batch: 1}\n",
+            "titan: {beta: 1, max_batch: 1}\nv100: {beta: 1, max_batch: 1}\n"
+            "a100: {beta: 1, max_batch: 1}\n",
             "add up to 7",
         ),
     ],
