@@ -19,6 +19,9 @@ SHARES = "DDP_SLURM_SHARES"
 BALANCE = "DDP_SLURM_BALANCE"
 REQUEUE_MARKER = "DDP_SLURM_REQUEUE_MARKER"
 
+MEASURED = "measured"
+"""The value of BALANCE with which the ranks measure their speed."""
+
 
 class JobEnvError(DdpSlurmError, ValueError):
     """A DDP_SLURM_* variable whose value the job script would not have set."""

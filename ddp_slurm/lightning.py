@@ -1,16 +1,18 @@
 """Lightning on nodes with different numbers of GPUs.
 
-Lightning computes the world as ``devices * num_nodes``, which no value makes right for 4 + 2 + 1 GPUs: its check
-refuses to start, and its sampler would deal out the data for 12, 6 or 3 ranks. Where the launcher started an uneven
-world, its DDP and FSDP strategies therefore take the world from the launcher. In an even world nothing is changed.
+Lightning computes the world as ``devices * num_nodes``, which no value makes right for 4 + 2 + 1
+GPUs: its check refuses to start, and its sampler would deal out the data for 12, 6 or 3 ranks.
+Where the launcher started an uneven world, its DDP and FSDP strategies therefore take the world
+from the launcher. In an even world nothing is changed.
 
-Unmodified scripts get that through Lightning's own entry points (``callbacks_factory``) once ddp_slurm is installed;
-``Trainer(plugins=[DdpSlurmEnvironment()])`` says it in the script, and needs no ``python -m ddp_slurm.run``.
+Unmodified scripts get that through Lightning's own entry points (``callbacks_factory``) once
+ddp_slurm is installed; ``Trainer(plugins=[DdpSlurmEnvironment()])`` states it in the script, and
+needs no ``python -m ddp_slurm.run``.
 """
 
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +20,8 @@ import torch
 from ddp_slurm.balance import planned_shares
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.hostlist import expand_tasks_per_node
-from ddp_slurm.rank_env import LaunchError, RankEnv
+from ddp_slurm.job_env import MEASURED, JobEnv
+from ddp_slurm.rank_env import LaunchError, RankEnv, known
 
 try:
     from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -35,20 +38,28 @@ __all__ = ["DdpSlurmEnvironment"]
 
 
 def is_uneven(environ: Mapping[str, str]) -> bool:
-    """Whether the nodes run different numbers of ranks. Slurm's own list has another order, but the same numbers."""
+    """Whether the nodes run different numbers of ranks."""
     return len(set(_tasks_per_node(environ))) > 1
 
 
-def _tasks_per_node(environ: Mapping[str, str]) -> list[int]:
-    text = environ.get("DDP_SLURM_TASKS_PER_NODE") or environ.get("SLURM_STEP_TASKS_PER_NODE")
-    return expand_tasks_per_node(text) if text else []
+def _tasks_per_node(environ: Mapping[str, str]) -> Sequence[int]:
+    """Ranks on each node; empty where neither the job nor Slurm sets them.
+
+    Slurm's are in the order of host names, so only the numbers count, not their order.
+    """
+    planned = JobEnv.from_environ(environ).tasks_per_node
+    if planned is not None:
+        return planned
+    of_step = environ.get("SLURM_STEP_TASKS_PER_NODE")
+    return expand_tasks_per_node(of_step) if of_step else []
 
 
 class DdpSlurmEnvironment(ClusterEnvironment):
-    """The world that srun, torchrun or ``ddp_slurm.run`` started, for ``Trainer(plugins=[...])`` and Fabric.
+    """The world that srun, torchrun or ``ddp_slurm.run`` started, for ``Trainer(plugins=[...])``
+    and Fabric.
 
-    ``devices`` and ``num_nodes`` may have any value that Lightning takes on the node: ``devices="auto", num_nodes=3``.
-    Raises LaunchError outside a launcher.
+    ``devices`` and ``num_nodes`` may have any value that Lightning takes on the node:
+    ``devices="auto", num_nodes=3``. Raises LaunchError outside a launcher.
     """
 
     def __init__(self) -> None:
@@ -82,35 +93,49 @@ class DdpSlurmEnvironment(ClusterEnvironment):
         return self._env.world_size
 
     def set_world_size(self, size: int) -> None:
-        """Lightning's product of devices and nodes; the launcher knows better."""
+        """Ignores Lightning's product of devices and nodes; the launcher's number counts."""
 
     def global_rank(self) -> int:
         return self._env.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Lightning's guess, from equal nodes; the launcher knows better."""
+        """Ignores Lightning's guess, which assumes equal nodes; the launcher's number counts."""
 
     def local_rank(self) -> int:
-        return self._env.local_rank
+        return known(self._env.local_rank, "LOCAL_RANK")
 
     def node_rank(self) -> int:
-        return self._env.node_rank
+        return known(self._env.node_rank, "NODE_RANK")
 
     @property
     def node_count(self) -> int:
-        """For ``num_nodes``; 1 where the launcher does not say."""
+        """For ``num_nodes``; 1 where the launcher does not set it."""
         return len(_tasks_per_node(os.environ)) or 1
 
     def planned_shares(self, global_batch: int) -> list[int]:
-        """Samples of a global batch for each rank, as the job was planned, else equal shares."""
+        """Samples of a global batch for each rank, as the job was planned, else equal shares.
+
+        Raises LaunchError where the job asks for measured shares: Lightning needs its sampler
+        before the ranks have met, so nothing can be measured.
+        """
+        if self._env.world_size > 1 and JobEnv.from_environ().balance == MEASURED:
+            raise LaunchError(
+                "the job asks for measured shares (--balance measured), and a Lightning script "
+                "needs its shares before the ranks meet and can be measured: submit with "
+                "--balance equal or a file of speeds (--balance speeds.yaml)"
+            )
         return planned_shares(global_batch, self._env.world_size)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        if not is_uneven(os.environ) and num_devices * num_nodes != self._env.world_size:
-            raise LaunchError(
-                f"Trainer(devices={num_devices}, num_nodes={num_nodes}) makes {num_devices * num_nodes} ranks, the "
-                f"launcher started {self._env.world_size}, {self._env.local_world_size} on this node"
-            )
+        ranks = num_devices * num_nodes
+        if is_uneven(os.environ) or ranks == self._env.world_size:
+            return
+        here = self._env.local_world_size
+        on_node = "" if here is None else f", {here} on this node"
+        raise LaunchError(
+            f"Trainer(devices={num_devices}, num_nodes={num_nodes}) makes {ranks} ranks, the "
+            f"launcher started {self._env.world_size}{on_node}"
+        )
 
 
 def lightning_callbacks() -> list[Any]:
@@ -141,21 +166,22 @@ def _callbacks(package: str) -> list[Any]:
     base = importlib.import_module(f"{package}.callbacks").Callback
 
     class WorldCheck(base):  # type: ignore[misc, valid-type]
-        """A Trainer without ``strategy="ddp"`` would train alone on every rank, without a word."""
+        """A Trainer without ``strategy="ddp"`` would silently train alone on every rank."""
 
         def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
             world_size = RankEnv.from_environ().world_size
             if trainer.world_size != world_size:
                 raise DdpSlurmError(
-                    f"the Trainer has {trainer.world_size} ranks, the launcher started {world_size}; use "
-                    'Trainer(strategy="ddp", devices="auto", num_nodes=...)'
+                    f"the Trainer has {trainer.world_size} ranks, the launcher started "
+                    f'{world_size}; use Trainer(strategy="ddp", devices="auto", num_nodes=...)'
                 )
 
     return [WorldCheck()]
 
 
 def _adapt(package: str) -> None:
-    """Replace what computes with equal nodes in the strategies and in the check of torchrun's environment."""
+    """Replace what computes with equal nodes in the strategies and in the check of torchrun's
+    environment."""
     strategies = importlib.import_module(f"{package}.strategies")
     for strategy in (strategies.DDPStrategy, strategies.FSDPStrategy):
         strategy.distributed_sampler_kwargs = property(_sampler_kwargs)
@@ -173,11 +199,13 @@ def _root_device(strategy: Any) -> torch.device:
     devices = strategy.parallel_devices
     if devices[0].type == "cpu":
         return torch.device("cpu")
-    index = RankEnv.from_environ().device_index
+    env = RankEnv.from_environ()
+    known(env.local_rank, "LOCAL_RANK")
+    index = known(env.device_index, "LOCAL_WORLD_SIZE")
     if index >= len(devices):
         raise LaunchError(
-            f"local rank {strategy.local_rank} has no device: the Trainer has {len(devices)} on this node; "
-            'use devices="auto"'
+            f"local rank {strategy.local_rank} has no device: the Trainer has {len(devices)} on "
+            'this node; use devices="auto"'
         )
     return torch.device(devices[index])
 

@@ -1,7 +1,8 @@
 """``python -m ddp_slurm.run CMD ...``: run any env:// training script on this rank.
 
-Sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT from what the launcher left
-in the environment, and torchrun's mark, then becomes CMD. Standard library only: it runs once on every rank.
+Sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT from
+what the launcher left in the environment, and torchrun's mark, then becomes CMD. Standard library
+only: it runs once on every rank.
 """
 
 import glob
@@ -25,23 +26,32 @@ ACCELERATORS = (
 
 
 def script_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a script that knows torchrun's variables and nothing of Slurm.
+    """The environment of a script that reads torchrun's variables and none of Slurm's.
 
-    TORCHELASTIC_RUN_ID is the mark by which Lightning knows a torchrun rank. Without it Lightning would take the
-    SLURM_* variables, also those that belong to another component. What is set already stays.
-
-    Raises LaunchError as RankEnv does.
+    What is set already stays, but for the place in the world. Raises LaunchError as RankEnv does.
     """
     rank_env = RankEnv.from_environ(environ)
-    marks = {
-        "GROUP_RANK": str(rank_env.node_rank),
-        "TORCHELASTIC_RUN_ID": environ.get("SLURM_JOB_ID", "ddp_slurm"),
-    }
-    if not any(glob.glob(pattern) for pattern in ACCELERATORS):
-        marks["ACCELERATE_USE_CPU"] = (
-            "true"  # without a GPU Accelerate would take every rank for a world of its own
-        )
-    return {**marks, **environ, **rank_env.env_variables()}
+    defaults = _torchrun_variables(rank_env, environ)
+    if not _has_accelerator():
+        # without a GPU Accelerate would take every rank for a world of its own
+        defaults["ACCELERATE_USE_CPU"] = "true"
+    return {**defaults, **environ, **rank_env.env_variables()}
+
+
+def _torchrun_variables(rank_env: RankEnv, environ: Mapping[str, str]) -> dict[str, str]:
+    """What torchrun sets besides the place in the world.
+
+    TORCHELASTIC_RUN_ID is the mark by which Lightning recognises a torchrun rank. Without it
+    Lightning would take the SLURM_* variables, also those that belong to another component.
+    """
+    variables = {"TORCHELASTIC_RUN_ID": environ.get("SLURM_JOB_ID", "ddp_slurm")}
+    if rank_env.node_rank is not None:
+        variables["GROUP_RANK"] = str(rank_env.node_rank)
+    return variables
+
+
+def _has_accelerator() -> bool:
+    return any(glob.glob(pattern) for pattern in ACCELERATORS)
 
 
 def main(argv: list[str]) -> int:
@@ -55,16 +65,17 @@ def main(argv: list[str]) -> int:
         print(f"error: no command\n{USAGE}", file=sys.stderr)
         return 2
     try:
-        env = script_environ(os.environ)
-    except DdpSlurmError as fault:
-        print(f"error: {fault}", file=sys.stderr)
-        return fault.exit_status
-    command = [sys.executable, *argv] if argv[0].endswith(".py") else argv
+        environ = script_environ(os.environ)
+    except DdpSlurmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    is_script = argv[0].endswith(".py")
+    command = [sys.executable, *argv] if is_script else argv
     try:
-        os.execvpe(command[0], command, env)
-    except OSError as fault:
-        print(f"error: {command[0]}: {fault.strerror}", file=sys.stderr)
-        return 127 if isinstance(fault, FileNotFoundError) else 126
+        os.execvpe(command[0], command, environ)
+    except OSError as error:
+        print(f"error: {command[0]}: {error.strerror}", file=sys.stderr)
+        return 127 if isinstance(error, FileNotFoundError) else 126
 
 
 if __name__ == "__main__":

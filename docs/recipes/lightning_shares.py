@@ -1,9 +1,10 @@
-"""Lightning with a share of the batch for each GPU that fits its speed.
+r"""Lightning with a share of the batch for each GPU that fits its speed.
 
-ddp-slurm submit --global-batch-size 112 --balance speeds.yaml -- python docs/recipes/lightning_shares.py
+ddp-slurm submit --global-batch-size 112 --balance speeds.yaml -- \
+    python docs/recipes/lightning_shares.py
 
-``plugins=[DdpSlurmEnvironment()]`` takes the ranks from srun or torchrun. Lightning's own sampler would deal out equal
-shares, hence ``use_distributed_sampler=False`` and a BalancedSampler.
+``plugins=[DdpSlurmEnvironment()]`` takes the ranks from srun or torchrun. Lightning's own sampler
+would deal out equal shares, hence ``use_distributed_sampler=False`` and a BalancedSampler.
 """
 
 import lightning as L
@@ -53,6 +54,7 @@ trainer = L.Trainer(
 trainer.fit(model, DataLoader(data, batch_sampler=sampler))
 weight, bias = (p.item() for p in model.line.parameters())
 print(
-    f"RESULT rank={trainer.global_rank} world={trainer.world_size} weight={weight:.6f} bias={bias:.6f}",
+    f"RESULT rank={trainer.global_rank} world={trainer.world_size} "
+    f"weight={weight:.6f} bias={bias:.6f}",
     flush=True,
 )

@@ -1,8 +1,9 @@
-"""One process a node that drives all its GPUs: DataParallel inside the node, one all-reduce of gradients between nodes.
+"""One process a node that drives all its GPUs: DataParallel in it, one all-reduce between nodes.
 
 ddp-slurm submit --ranks node --global-batch-size 112 -- python docs/recipes/one_process_a_node.py
 
-For code that wants all GPUs in one process. One process a GPU is faster: here one Python thread feeds all of them.
+For code that wants all GPUs in one process. One process a GPU is faster: here one Python thread
+feeds all of them.
 """
 
 import torch
@@ -16,12 +17,12 @@ from ddp_slurm.training import BalancedSampler, init_distributed
 with init_distributed() as world:
     inputs = torch.linspace(0, 1, 1120).reshape(-1, 1)
     data = TensorDataset(inputs, 3 * inputs + 1)
-    # The job's shares: in proportion to the GPUs of each node, unless a file of speeds says otherwise.
-    sampler = BalancedSampler(data, world.planned_shares(112), world.rank)
-
     torch.manual_seed(0)  # the same start on every rank; nothing else sends the parameters around
     network = nn.Linear(1, 1).to(world.device)
     model = nn.DataParallel(network)  # on all visible GPUs; on a CPU it is the network itself
+    # In proportion to the GPUs of each node, by a file of speeds, or measured: as the job asks.
+    shares = world.shares(112, model, mse_loss, data)
+    sampler = BalancedSampler(data, shares, world.rank)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
 
     for epoch in range(15):

@@ -1,4 +1,4 @@
-"""A loop of your own: DistributedDataParallel, and a data set shared out by a sampler in uneven shares.
+"""A loop of your own: DistributedDataParallel, and a sampler that gives each rank its share.
 
 ddp-slurm submit --global-batch-size 112 --balance speeds.yaml -- python docs/recipes/sampler.py
 """
@@ -14,12 +14,15 @@ from ddp_slurm.training import BalancedSampler, init_distributed, no_sample_loss
 with init_distributed() as world:
     inputs = torch.linspace(0, 1, 1120).reshape(-1, 1)
     data = TensorDataset(inputs, 3 * inputs + 1)
+    torch.manual_seed(0)
+    line = nn.Linear(1, 1).to(world.device)
+    # By the plan of the job, or measured here with --balance measured.
+    shares = world.shares(112, line, mse_loss, data)
     # Every sample once an epoch; each rank takes its share of every global batch of 112.
-    sampler = BalancedSampler(data, world.planned_shares(112), world.rank)
+    sampler = BalancedSampler(data, shares, world.rank)
     loader = DataLoader(data, batch_sampler=sampler, collate_fn=sampler.collate)
 
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(1, 1).to(world.device))
+    model = DistributedDataParallel(line)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     seen = 0
     for epoch in range(15):
@@ -29,15 +32,15 @@ with init_distributed() as world:
             optimizer.zero_grad()
             if len(x):
                 # DDP takes the mean over ranks; the weight makes it the mean over samples.
-                loss = mse_loss(
-                    model(x.to(world.device)), y.to(world.device)
-                ) * sampler.loss_weight(step)
+                outputs = model(x.to(world.device))
+                loss = mse_loss(outputs, y.to(world.device)) * sampler.loss_weight(step)
             else:  # a card so slow that its share is 0
                 loss = no_sample_loss(model)
             loss.backward()
             optimizer.step()
     weight, bias = (p.item() for p in model.parameters())
     print(
-        f"RESULT rank={world.rank} world={world.world_size} weight={weight:.6f} bias={bias:.6f} seen={seen}",
+        f"RESULT rank={world.rank} world={world.world_size} "
+        f"weight={weight:.6f} bias={bias:.6f} seen={seen}",
         flush=True,
     )

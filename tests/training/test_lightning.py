@@ -55,14 +55,14 @@ e.validate_settings(1, 3)
 """
 
 
-def test_in_an_uneven_world_the_launcher_counts() -> None:
+def test_uneven_world_is_the_launchers() -> None:
     done = python(REPORT, {**UNEVEN, "DDP_SLURM_SHARES": "4,5(x2),14(x4)"})
     assert done.stdout.splitlines()[-1] == (
         "7 5 2 2 127.0.0.1 29511 3 [4, 5, 5, 14, 14, 14, 14] {'num_replicas': 7, 'rank': 5} cpu DdpSlurmEnvironment"
     ), done.stderr
 
 
-def test_in_an_even_world_lightnings_own_check_stays() -> None:
+def test_even_world_keeps_the_check_of_lightning() -> None:
     done = python(REPORT, EVEN)
     assert (
         "Trainer(devices=1, num_nodes=3) makes 3 ranks, the launcher started 4, 2 on this node"
@@ -82,7 +82,25 @@ print("trained")
 @pytest.mark.parametrize(
     ("environ", "words"), [(UNEVEN, "the Trainer has 1 ranks, the launcher started 7"), ({}, "")]
 )
-def test_a_trainer_that_would_train_alone_says_so(environ: dict[str, str], words: str) -> None:
+def test_trainer_that_would_train_alone_is_refused(environ: dict[str, str], words: str) -> None:
     done = python(ALONE, environ)
     assert words in done.stderr
     assert ("trained" in done.stdout) is not bool(environ)
+
+
+SHARES = """
+from ddp_slurm.lightning import DdpSlurmEnvironment
+print(DdpSlurmEnvironment().planned_shares(70))
+"""
+
+
+def test_measured_shares_are_refused() -> None:
+    done = python(SHARES, {**UNEVEN, "DDP_SLURM_BALANCE": "measured"})
+    assert done.returncode != 0
+    assert "needs its shares before the ranks meet" in done.stderr
+
+
+def test_a_variable_that_lightning_needs_is_named() -> None:
+    four = {name: UNEVEN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    done = python("from ddp_slurm.lightning import *; DdpSlurmEnvironment().local_rank()", four)
+    assert "LOCAL_RANK is not set, and it is needed before the ranks meet" in done.stderr

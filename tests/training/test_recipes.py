@@ -16,6 +16,12 @@ USELESS = "gamma: {alpha: 9, beta: 0.003}\nbeta: {beta: 0.001}\n"
 
 def run(folder: Path, recipe: str, *options: str) -> dict[int, str]:
     """What each rank reported."""
+    done = submit(folder, recipe, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {int(rank): rest for rank, rest in re.findall(r"RESULT rank=(\d+) (.*)", done.stdout)}
+
+
+def submit(folder: Path, recipe: str, *options: str) -> "subprocess.CompletedProcess[str]":
     (folder / "cluster.yaml").write_text(CLUSTER)
     (folder / "speeds.yaml").write_text(SPEEDS)
     (folder / "useless.yaml").write_text(USELESS)
@@ -30,9 +36,7 @@ def run(folder: Path, recipe: str, *options: str) -> dict[int, str]:
         str(RECIPES / recipe),
     ]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return {int(rank): rest for rank, rest in re.findall(r"RESULT rank=(\d+) (.*)", done.stdout)}
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
 
 
 def parameters(text: str) -> list[float]:
@@ -56,9 +60,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
         ("sampler.py", ["--balance", "useless.yaml"], 3),
         ("lightning_shares.py", ["--balance", "speeds.yaml"], 3),
         ("one_process_a_node.py", ["--ranks", "node"], 2),
+        ("sampler.py", ["--balance", "measured"], 3),
+        ("one_process_a_node.py", ["--ranks", "node", "--balance", "measured"], 2),
     ],
 )
-def test_the_recipe_gives_what_one_process_gives(
+def test_recipe_gives_what_one_process_gives(
     tmp_path: Path, alone: list[float], recipe: str, options: list[str], ranks: int
 ) -> None:
     found = run(tmp_path, recipe, *options, "--global-batch-size", "112")
@@ -66,8 +72,16 @@ def test_the_recipe_gives_what_one_process_gives(
     for text in found.values():
         assert f"world={ranks}" in text
         assert parameters(text) == pytest.approx(alone, abs=2e-5)
-    if recipe == "sampler.py":
+    if recipe == "sampler.py" and "measured" not in options:
         shares = [16, 48, 48] if "speeds.yaml" in options else [0, 56, 56]
         assert [int(re.findall(r"seen=(\d+)", found[rank])[0]) for rank in range(3)] == [
             150 * share for share in shares
         ]
+
+
+def test_lightning_refuses_measured_shares(tmp_path: Path) -> None:
+    options = ["--balance", "measured", "--global-batch-size", "112"]
+    done = submit(tmp_path, "lightning_shares.py", *options)
+    assert done.returncode != 0
+    assert "the job asks for measured shares (--balance measured), and a Lightning" in done.stderr
+    assert "submit with --balance equal or a file of speeds" in done.stderr

@@ -1,27 +1,30 @@
-"""A world that is not the planned one fails on every rank before the first collective; a rank that fails ends all."""
+"""The ranks meet; a world that is not the planned one fails on every rank before the first
+collective."""
 
 import dataclasses
-import signal
+import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ddp_slurm.rank_env import LaunchError, RankEnv
-from ddp_slurm.training.process_group.startup_check import (
+from ddp_slurm.training.process_group.facts import (
+    Arrival,
+    Gpu,
     RankFacts,
-    check_launch,
+    arrival_from_dict,
+    arrival_to_dict,
+    complete_envs,
     facts_from_dict,
-    facts_to_dict,
-    find_faults,
+    rank_facts,
 )
+from ddp_slurm.training.process_group.startup_check import check_launch, find_errors
 from ddp_slurm.training.trainer.precision import Precision
 
-from .workers import (
-    be_late,
-    fail_after_rank_0_has_left,
-    fail_at_three,
-    fail_without_collective,
+from .joining import (
+    env_after_meeting,
     gloo_on_a_machine_with_gpus,
     join,
     join_twice,
@@ -125,7 +128,7 @@ PLAN = {"DDP_SLURM_TASKS_PER_NODE": "1,2"}
             facts({"host_address": "127.0.1.1"}),
             PLAN,
             [
-                "rank 0 on gamma: its host name 'gamma' resolves to 127.0.1.1, where no other host can reach it; mend "
+                "rank 0 on gamma: its host name 'gamma' resolves to 127.0.1.1, where no other host can reach it; correct "
                 "its line in /etc/hosts (Ubuntu writes 127.0.1.1 there) or name the network interface (interface: in "
                 "cluster.yaml, or GLOO_SOCKET_IFNAME)"
             ],
@@ -139,17 +142,88 @@ PLAN = {"DDP_SLURM_TASKS_PER_NODE": "1,2"}
         ),
     ],
 )
-def test_faults_of_a_world_that_has_met(
+def test_errors_of_a_world_that_has_met(
     world_facts: list[RankFacts], environ: dict[str, str], expected: list[str]
 ) -> None:
-    assert find_faults(world_facts, environ) == expected
+    assert find_errors(world_facts, environ) == expected
 
 
-def test_facts_travel_unchanged() -> None:
-    assert facts_from_dict(facts_to_dict(FACT)) == FACT
+def arrival(rank: int, machine: str, **changes: Any) -> Arrival:
+    """A rank of a world of four whose launcher set what torch needs and no more."""
+    env = RankEnv(rank, None, 4, None, None, "gamma", 12345, None)
+    gpus = (Gpu("TITAN", "GPU-0", (7, 0)), Gpu("TITAN", "GPU-1", (7, 0)))
+    given = Arrival(env, machine, machine, machine, "198.18.0.3", gpus, None, "")
+    return dataclasses.replace(given, **changes)
 
 
-def test_a_master_that_resolves_to_the_rank_s_own_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_travel_unchanged() -> None:
+    report = arrival(0, "gamma")
+    assert arrival_from_dict(json.loads(json.dumps(arrival_to_dict(report)))) == report
+    facts = json.loads(json.dumps(dataclasses.asdict(FACT)))
+    assert facts_from_dict(facts) == FACT
+
+
+def places(arrivals: list[Arrival]) -> list[tuple[int | None, ...]]:
+    return [
+        (env.local_rank, env.local_world_size, env.node_rank, env.device_index)
+        for env in complete_envs(arrivals)
+    ]
+
+
+def test_places_are_derived_from_the_hosts() -> None:
+    hosts = ["gamma", "alpha", "gamma", "alpha"]
+    arrivals = [arrival(rank, host) for rank, host in enumerate(hosts)]
+    assert places(arrivals) == [(0, 2, 0, 0), (0, 2, 1, 0), (1, 2, 0, 1), (1, 2, 1, 1)]
+    facts = [rank_facts(*pair) for pair in zip(arrivals, complete_envs(arrivals), strict=True)]
+    assert [fact.gpu_uuid for fact in facts] == ["GPU-0", "GPU-0", "GPU-1", "GPU-1"]
+
+
+def test_places_that_the_launcher_set_stay() -> None:
+    def with_local_rank(rank: int, local_rank: int) -> Arrival:
+        given = arrival(rank, "gamma")
+        return dataclasses.replace(given, env=dataclasses.replace(given.env, local_rank=local_rank))
+
+    arrivals = [with_local_rank(rank, 3 - rank) for rank in range(4)]
+    assert places(arrivals) == [(3, 4, 0, 3), (2, 4, 0, 2), (1, 4, 0, 1), (0, 4, 0, 0)]
+    complete = [
+        dataclasses.replace(a, env=e)
+        for a, e in zip(arrivals, complete_envs(arrivals), strict=True)
+    ]
+    assert complete_envs(complete) == [given.env for given in complete]
+
+
+def test_places_with_one_visible_gpu_a_process() -> None:
+    arrivals = [arrival(rank, "gamma", visible_devices=1) for rank in range(4)]
+    assert [place[-1] for place in places(arrivals)] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "kept", [(), ("LOCAL_RANK",), ("NODE_RANK",), ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")]
+)
+def test_world_meets_with_what_torch_needs(tmp_path: Path, kept: tuple[str, ...]) -> None:
+    def without_places(rank: int, variables: dict[str, str]) -> dict[str, str]:
+        optional = {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"}.difference(kept)
+        return {name: value for name, value in variables.items() if name not in optional}
+
+    found = run_world(tmp_path, (3,), env_after_meeting, change=without_places)
+    for rank, (given, met) in enumerate(found):
+        assert (given.local_rank is None) == ("LOCAL_RANK" not in kept)
+        assert (given.local_world_size is None) == ("LOCAL_WORLD_SIZE" not in kept)
+        assert (met.rank, met.local_rank, met.local_world_size) == (rank, rank, 3)
+        assert (met.node_rank, met.device_index) == (0, rank)
+
+
+def test_world_meets_with_variables_that_differ_by_rank(tmp_path: Path) -> None:
+    def first_is_complete(rank: int, variables: dict[str, str]) -> dict[str, str]:
+        if rank > 0:
+            del variables["NODE_RANK"]
+        return variables
+
+    found = run_world(tmp_path, (1, 2), env_after_meeting, change=first_is_complete)
+    assert [met.node_rank for _, met in found] == [0, 0, 0]
+
+
+def test_master_that_resolves_to_the_own_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, port: [(0, 0, 0, "", ("127.0.1.1", 0))])
     env = RankEnv(1, 0, 2, 1, 1, "alpha", 12345, 0)
     with pytest.raises(
@@ -165,7 +239,7 @@ def test_a_master_that_resolves_to_the_rank_s_own_host(monkeypatch: pytest.Monke
     )  # meant so: all on this machine
 
 
-def test_a_planned_world_meets(tmp_path: Path) -> None:
+def test_planned_world_meets(tmp_path: Path) -> None:
     plan = {
         "DDP_SLURM_WORLD_SIZE": "7",
         "DDP_SLURM_TASKS_PER_NODE": "1,2,4",
@@ -194,7 +268,7 @@ def test_a_planned_world_meets(tmp_path: Path) -> None:
         ({"SLURM_PROCID": "0", "LOCAL_RANK": ""}, "LOCAL_RANK='' is not a whole number"),
     ],
 )
-def test_an_unplanned_world_fails_on_every_rank(
+def test_unplanned_world_fails_on_every_rank(
     tmp_path: Path, environ: dict[str, str], expected: str
 ) -> None:
     found = run_world(tmp_path, (1, 2), join, environ={"SLURMD_NODENAME": "here", **environ})
@@ -203,7 +277,7 @@ def test_an_unplanned_world_fails_on_every_rank(
         assert expected in text
 
 
-def test_an_unplanned_world_ends_with_status_2_and_no_traceback(tmp_path: Path) -> None:
+def test_unplanned_world_ends_with_status_2_and_no_traceback(tmp_path: Path) -> None:
     for number, environ in enumerate([{"DDP_SLURM_TASKS_PER_NODE": "2,1"}, {"LOCAL_RANK": "one"}]):
         with world(tmp_path / str(number), (1, 2), place, environ=environ) as running:
             assert running.wait(PATIENCE_SECONDS) == [2, 2, 2]
@@ -211,7 +285,7 @@ def test_an_unplanned_world_ends_with_status_2_and_no_traceback(tmp_path: Path) 
             assert all(" failed: " in running.log(rank) for rank in range(3))
 
 
-def test_a_missing_rank_is_named_on_all_others(tmp_path: Path) -> None:
+def test_missing_rank_is_named_on_all_others(tmp_path: Path) -> None:
     def of_five(rank: int, variables: dict[str, str]) -> dict[str, str]:
         return {**variables, "WORLD_SIZE": "5", "SLURMD_NODENAME": f"host{rank}"}
 
@@ -220,7 +294,7 @@ def test_a_missing_rank_is_named_on_all_others(tmp_path: Path) -> None:
     assert all(expected in text for text in found)
 
 
-def test_a_rank_started_twice_is_named(tmp_path: Path) -> None:
+def test_rank_started_twice_is_named(tmp_path: Path) -> None:
     def twice(rank: int, variables: dict[str, str]) -> dict[str, str]:
         return {**variables, "RANK": str(min(rank, 1)), "WORLD_SIZE": "2"}
 
@@ -230,14 +304,14 @@ def test_a_rank_started_twice_is_named(tmp_path: Path) -> None:
     assert "another process has this rank already; expected one process a rank" in logs
 
 
-def test_a_signal_that_comes_before_the_world_has_met_is_kept(tmp_path: Path) -> None:
+def test_signal_before_the_meeting_is_kept(tmp_path: Path) -> None:
     with world(tmp_path, (1, 1), signalled_before_the_meeting) as running:
         assert running.receive(0) == "signalled"
         tell(running.pipes[1], "go")
         assert running.results() == [True, False]
 
 
-def test_no_answer_from_rank_0_and_a_port_that_is_taken(tmp_path: Path) -> None:
+def test_missing_rank_0_and_a_taken_port_are_named(tmp_path: Path) -> None:
     def without_rank_0(rank: int, variables: dict[str, str]) -> dict[str, str]:
         return {**variables, "RANK": "1", "WORLD_SIZE": "2"}
 
@@ -249,96 +323,32 @@ def test_no_answer_from_rank_0_and_a_port_that_is_taken(tmp_path: Path) -> None:
     assert f"cannot listen on port {port}" in text
 
 
-@pytest.mark.parametrize(
-    ("how", "status", "words"),
-    [
-        ("raise", 1, "rank 3 on node failed: ValueError: a bad sample"),
-        ("user's fault", 2, "rank 3 on node failed: precision fp7 is none"),
-        ("exit", 5, None),
-        ("exit True", 1, None),
-        ("kill", -signal.SIGKILL, None),
-    ],
-)
-def test_a_rank_that_fails_ends_all(
-    tmp_path: Path, how: str, status: int, words: str | None
-) -> None:
-    with world(
-        tmp_path, (1, 2, 4), fail_at_three, how, environ={"SLURMD_NODENAME": "node"}
-    ) as running:
-        statuses = running.wait(PATIENCE_SECONDS)
-        logs = [running.log(rank) for rank in range(7)]
-    assert statuses[3] == status
-    assert all(
-        other in ({status} if how != "kill" else {1})
-        for rank, other in enumerate(statuses)
-        if rank != 3
-    )
-    if words is not None:
-        assert words in logs[3]
-        assert ("Traceback" in logs[3]) == (how == "raise")
-    if how == "raise":
-        for rank in (0, 1, 2, 4, 5, 6):
-            assert (
-                f"rank {rank} on node: ends, because rank 3 on node failed: ValueError: a bad sample"
-                in logs[rank]
-            )
-            assert "Traceback" not in logs[rank]
-
-
-def test_a_second_job_on_the_same_port_leaves_the_first_alone(tmp_path: Path) -> None:
+def test_second_job_on_a_port_leaves_the_first_alone(tmp_path: Path) -> None:
     port = {"MASTER_PORT": str(free_port())}
     first_job, second_job = ({**port, "TORCHELASTIC_RUN_ID": job} for job in ("1", "2"))
     with world(tmp_path / "first", (2,), meet_and_leave_when_told, environ=first_job) as first:
         assert [first.receive(rank) for rank in (0, 1)] == ["met", "met"]
-        said = run_world(tmp_path / "second", (2,), join, 1.0, environ=second_job)
-        assert "cannot listen on port" in said[0]
+        found = run_world(tmp_path / "second", (2,), join, 1.0, environ=second_job)
+        assert "cannot listen on port" in found[0]
         for rank in (0, 1):
             tell(first.pipes[rank], "go")
         assert first.results() == ["left", "left"]
 
 
-def test_a_world_by_hand_may_span_two_slurm_jobs(tmp_path: Path) -> None:
+def test_world_set_by_hand_may_span_two_slurm_jobs(tmp_path: Path) -> None:
     found = run_world(
         tmp_path, (1, 1), join, change=lambda rank, v: {**v, "SLURM_JOB_ID": str(rank)}
     )
     assert found == ["met", "met"]
 
 
-def test_gloo_that_is_asked_for_leaves_the_gpus_alone(tmp_path: Path) -> None:
+def test_gloo_on_request_uses_no_gpu(tmp_path: Path) -> None:
     found = run_world(tmp_path, (1, 1), gloo_on_a_machine_with_gpus)
     assert found == [("cpu", 0, Precision("fp32", "cpu"))] * 2
 
 
-def test_rank_0_waits_for_a_late_rank_and_ends_with_its_failure(tmp_path: Path) -> None:
-    with world(
-        tmp_path, (2,), fail_after_rank_0_has_left, environ={"SLURMD_NODENAME": "node"}
-    ) as running:
-        assert running.wait(PATIENCE_SECONDS) == [1, 1]
-        assert (
-            "rank 0 on node: ends, because rank 1 on node failed: ValueError: the last"
-            in running.log(0)
-        )
-
-
-def test_rank_0_waits_as_long_as_a_collective_would(tmp_path: Path) -> None:
-    assert run_world(tmp_path / "waits", (2,), be_late, 60.0) == [None, None]
-    with world(tmp_path / "leaves", (2,), be_late, 1.0) as running:
-        assert running.wait(PATIENCE_SECONDS) == [0, 1]
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_process_joins_one_world_only(tmp_path: Path, ranks: int) -> None:
-    for is_open, said in run_world(tmp_path, (ranks,), join_twice):
+def test_process_joins_one_world_only(tmp_path: Path, ranks: int) -> None:
+    for is_open, result in run_world(tmp_path, (ranks,), join_twice):
         assert not is_open
-        assert "init_distributed a second time in this process" in said
-
-
-def test_a_failure_reaches_a_rank_outside_any_collective(tmp_path: Path) -> None:
-    with world(
-        tmp_path, (2,), fail_without_collective, environ={"SLURMD_NODENAME": "node"}
-    ) as running:
-        assert running.wait(PATIENCE_SECONDS) == [1, 1]
-        assert (
-            "rank 0 on node: ends, because rank 1 on node failed: ValueError: a bad sample"
-            in running.log(0)
-        )
+        assert "init_distributed a second time in this process" in result

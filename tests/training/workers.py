@@ -1,11 +1,8 @@
 """What the ranks of the test worlds run. Imported by the server they are forked from, so it stays light."""
 
 import contextlib
-import os
 import runpy
-import signal
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -18,8 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ddp_slurm.errors import DdpSlurmError
-from ddp_slurm.rank_env import LaunchError
 from ddp_slurm.training import (
     BalancedSampler,
     BatchNormStatistics,
@@ -32,7 +27,7 @@ from ddp_slurm.training import (
 )
 from ddp_slurm.training.data import ResidentTensors
 from ddp_slurm.training.trainer.evaluation import evaluate
-from ddp_slurm.training.trainer.precision import Precision, choose_precision
+from ddp_slurm.training.trainer.precision import Precision
 from ddp_slurm.training.uneven import calibrate, gradients
 
 from .worlds import tell
@@ -174,113 +169,6 @@ def serve_cases(pipe: Connection) -> None:
             tell(
                 pipe, train_in_parts(case, world.rank, groups[size]) if world.rank < size else None
             )
-
-
-def join(pipe: Connection, rendezvous_seconds: float = 60.0) -> str:
-    """What ``init_distributed`` says on this rank: the fault, or ``met``."""
-    try:
-        with init_distributed(rendezvous_seconds=rendezvous_seconds):
-            return "met"
-    except LaunchError as error:
-        return str(error)
-
-
-def fail_at_three(pipe: Connection, how: str) -> None:
-    """Rank 3 fails while the others wait for it in a collective that would wait for ten minutes."""
-    with init_distributed() as world:
-        dist.barrier()
-        if world.rank == 3:
-            if how == "raise":
-                raise ValueError("a bad sample")
-            if how == "user's fault":
-                raise DdpSlurmError("precision fp7 is none")
-            if how.startswith("exit"):
-                sys.exit({"exit": 5, "exit True": True}[how])
-            os.kill(os.getpid(), signal.SIGKILL)
-        dist.barrier()
-
-
-def fail_without_collective(pipe: Connection) -> None:
-    """Rank 1 fails while rank 0 is busy with something else for a long time."""
-    with init_distributed() as world:
-        dist.barrier()
-        if world.rank == 1:
-            raise ValueError("a bad sample")
-        threading.Event().wait(600)
-
-
-def fail_after_rank_0_has_left(pipe: Connection) -> None:
-    """Rank 1 is late, and fails."""
-    with init_distributed() as world:
-        dist.barrier()
-        if world.rank == 1:
-            time.sleep(1)
-            raise ValueError("the last metrics cannot be written")
-
-
-def be_late(pipe: Connection, timeout_seconds: float) -> None:
-    """Rank 1 leaves later than ``timeout_seconds`` after rank 0."""
-    with init_distributed(timeout_seconds=timeout_seconds) as world:
-        dist.barrier()
-        if world.rank == 1:
-            time.sleep(3)
-
-
-def gloo_on_a_machine_with_gpus(pipe: Connection) -> tuple[str, int, Precision]:
-    torch.cuda.is_available = lambda: True
-    torch.cuda.device_count = lambda: 4
-    with init_distributed(backend="gloo") as world:
-        return str(world.device), world.ranks[0].visible_gpus, choose_precision("auto", world.ranks)
-
-
-def join_twice(pipe: Connection) -> tuple[bool, str]:
-    """Whether the group is closed after the first time, and what is said the second time."""
-    with init_distributed():
-        pass
-    return dist.is_initialized(), join(pipe)
-
-
-def signalled_before_the_meeting(pipe: Connection) -> bool:
-    """Rank 0 gets SIGUSR2 while it waits for rank 1, which comes when it is told to."""
-
-    def signal_self() -> None:
-        while signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGUSR2)
-        tell(pipe, "signalled")
-
-    if os.environ["RANK"] == "0":
-        threading.Thread(target=signal_self, daemon=True).start()
-    else:
-        pipe.recv_bytes()
-    with init_distributed() as world:
-        return world.stop_requested
-
-
-def meet_and_stay(pipe: Connection) -> None:
-    with init_distributed():
-        tell(pipe, "met")
-        threading.Event().wait(600)
-
-
-def meet_and_leave_when_told(pipe: Connection) -> str:
-    with init_distributed():
-        tell(pipe, "met")
-        pipe.recv_bytes()
-        return "left"
-
-
-def place(pipe: Connection) -> tuple[int, str, int, list[str], list[int]]:
-    with init_distributed() as world:
-        total = torch.ones(1)
-        dist.all_reduce(total)
-        return (
-            int(total),
-            world.backend,
-            world.rank,
-            [fact.place for fact in world.ranks],
-            world.planned_shares(341),
-        )
 
 
 def load_on_every_rank(pipe: Connection, folder: Path, backend: str = "gloo") -> tuple[str, Any]:

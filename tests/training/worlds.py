@@ -20,7 +20,13 @@ PATIENCE_SECONDS = 90.0
 
 server = multiprocessing.get_context("forkserver")
 server.set_forkserver_preload(
-    ["torch", "torch._dynamo", "ddp_slurm.training", "tests.training.workers"]
+    [
+        "torch",
+        "torch._dynamo",
+        "ddp_slurm.training",
+        "tests.training.workers",
+        "tests.training.joining",
+    ]
 )
 
 

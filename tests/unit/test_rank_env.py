@@ -1,4 +1,5 @@
-"""RankEnv over environments recorded from real steps (tests/slurm/record_environments.py) and over faulty ones."""
+"""RankEnv over environments recorded from real steps (tests/slurm/record_environments.py) and over
+wrong ones."""
 
 import json
 import re
@@ -8,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_slurm.rank_env import FIRST_PORT, PORT_COUNT, LaunchError, RankEnv, port_of_job
+from ddp_slurm.rank_env import (
+    FIRST_PORT,
+    NEEDED_VARIABLES,
+    PORT_COUNT,
+    LaunchError,
+    RankEnv,
+    known,
+    port_of_job,
+)
 
 ENVIRONMENTS = Path(__file__).parent / "environments"
 RELEASES = ("20.11", "22.05", "24.11", "26.05")
@@ -49,7 +58,7 @@ def step() -> dict[str, str]:
 
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("name", WORLDS)
-def test_recorded_steps(name, release):
+def test_recorded_steps_are_read(name, release):
     tasks, _ = recorded(name, release)
     world = WORLDS[name]
     expected = [
@@ -87,7 +96,7 @@ def test_recorded_batch_shells_are_refused(name, release):
 
 
 @pytest.mark.parametrize("step_id", ["4294967290", "-6"])
-def test_the_shell_of_salloc_is_refused(step_id):
+def test_shell_of_salloc_is_refused(step_id):
     # of 22.05 with use_interactive_step, salloc --nodes=2 --ntasks-per-node=2
     shell = {
         "SLURM_JOB_ID": "1",
@@ -107,40 +116,83 @@ def test_the_shell_of_salloc_is_refused(step_id):
     assert RankEnv.from_environ({**shell, "SLURM_STEP_ID": "0"}).world_size == 4
 
 
-def test_outside_any_launcher():
+def test_process_outside_any_launcher_is_refused():
     with pytest.raises(LaunchError, match=r"no launcher.*Start it with"):
         RankEnv.from_environ({"PATH": "/bin", "MASTER_PORT": "1234"})
 
 
-def test_the_users_master_wins_in_a_step(step):
+def test_users_master_wins_in_a_step(step):
     env = RankEnv.from_environ({**step, "MASTER_PORT": "12345", "MASTER_ADDR": "10.0.0.7"})
     assert (env.rank, env.master_addr, env.master_port) == (4, "10.0.0.7", 12345)
     assert RankEnv.from_environ({**step, "MASTER_PORT": "12345"}).master_addr == "gamma"
 
 
-def test_torchruns_variables_win_whole(step):
+def test_variables_of_torchrun_win_whole(step):
     alone = RankEnv.from_environ(TORCHRUN)
     assert alone == RankEnv(5, 1, 6, 2, 2, "fd00::5", 29500, 1)
     inside = {name: value for name, value in step.items() if name != "CUDA_VISIBLE_DEVICES"}
     assert RankEnv.from_environ({**inside, **TORCHRUN}) == alone
 
 
-@pytest.mark.parametrize("name", TORCHRUN)
+@pytest.mark.parametrize("name", NEEDED_VARIABLES)
 @pytest.mark.parametrize("slurm", [True, False])
-def test_half_a_set_of_torchruns_variables(step, slurm, name):
+def test_incomplete_variables_are_refused(step, slurm, name):
     env = {**(step if slurm else {}), **TORCHRUN}
     del env[name]
-    missing = "NODE_RANK" if name == "GROUP_RANK" else name
-    with pytest.raises(LaunchError, match=rf"half a set.*\b{missing} missing"):
+    with pytest.raises(LaunchError, match=rf"incomplete.*\b{name} missing.*or set all of RANK"):
         RankEnv.from_environ(env)
 
 
 @pytest.mark.parametrize(
     "name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"]
 )
-def test_one_of_torchruns_variables_in_a_step(step, name):
-    with pytest.raises(LaunchError, match=rf"half a set of torchrun's variables: {name} set"):
+def test_one_variable_in_a_step_is_refused(step, name):
+    with pytest.raises(LaunchError, match=rf"incomplete variables of a launcher: {name} set"):
         RankEnv.from_environ({**step, name: "1"})
+
+
+FOUR = {"RANK": "5", "WORLD_SIZE": "6", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "23456"}
+OTHER_LAUNCHERS = {
+    "Kubeflow PyTorchJob": {
+        "PET_NODE_RANK": "5",
+        "PET_NNODES": "6",
+        "PYTHONUNBUFFERED": "1",
+    },
+    "DeepSpeed": {"LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CROSS_RANK": "2", "CROSS_SIZE": "3"},
+    "Azure ML": {"LOCAL_RANK": "1", "NODE_RANK": "2"},
+    "torch.distributed.launch of torch 1.8": {"LOCAL_RANK": "1"},
+    "mpirun with exports": {
+        "LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_RANK": "5",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    },
+    "accelerate launch": {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "yes"},
+}
+"""What each sets besides FOUR, by its documentation or source."""
+
+
+@pytest.mark.parametrize("launcher", OTHER_LAUNCHERS)
+@pytest.mark.parametrize("slurm", [True, False])
+def test_other_launchers_may_set_less(step, slurm, launcher):
+    given = OTHER_LAUNCHERS[launcher]
+    env = RankEnv.from_environ({**(step if slurm else {}), **FOUR, **given})
+    assert (env.rank, env.world_size, env.master_addr, env.master_port) == (5, 6, "10.0.0.1", 23456)
+    # never from the SLURM_* variables of the step around it
+    assert env.local_rank == (1 if "LOCAL_RANK" in given else None)
+    assert env.local_world_size == (2 if "LOCAL_WORLD_SIZE" in given else None)
+    assert env.node_rank == (2 if "NODE_RANK" in given else None)
+    assert env.env_variables().keys() == FOUR.keys() | given.keys() & {
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "NODE_RANK",
+    }
+
+
+def test_a_missing_variable_that_is_needed_is_named():
+    env = RankEnv.from_environ(FOUR)
+    with pytest.raises(LaunchError, match="LOCAL_RANK is not set, and it is needed before"):
+        known(env.local_rank, "LOCAL_RANK")
+    assert known(3, "LOCAL_RANK") == 3
 
 
 def test_node_rank_serves_where_group_rank_is_missing():
@@ -149,7 +201,7 @@ def test_node_rank_serves_where_group_rank_is_missing():
     assert RankEnv.from_environ(env) == RankEnv.from_environ(TORCHRUN)
 
 
-def test_what_is_set_for_env_scripts_reads_back(step):
+def test_variables_for_scripts_read_back(step):
     env = RankEnv.from_environ(step)
     assert env.env_variables() == {
         "RANK": "4",
@@ -169,7 +221,7 @@ def test_what_is_set_for_env_scripts_reads_back(step):
 @pytest.mark.parametrize(
     "name", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NODEID", "SLURM_JOB_ID"]
 )
-def test_bad_numbers_in_a_step(step, name, value):
+def test_bad_numbers_in_a_step_are_refused(step, name, value):
     with pytest.raises(LaunchError, match=re.escape(f"{name}={value!r} is not a whole number")):
         RankEnv.from_environ({**step, name: value})
 
@@ -178,13 +230,13 @@ def test_bad_numbers_in_a_step(step, name, value):
     "name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_PORT"]
 )
 @pytest.mark.parametrize("value", ["", "two", "-1"])
-def test_bad_numbers_from_torchrun(name, value):
+def test_bad_numbers_from_torchrun_are_refused(name, value):
     with pytest.raises(LaunchError, match=re.escape(f"{name}={value!r} is not a whole number")):
         RankEnv.from_environ({**TORCHRUN, name: value})
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "70000"])
-def test_bad_ports(step, port):
+def test_bad_ports_are_refused(step, port):
     with pytest.raises(LaunchError, match=f"MASTER_PORT={port} is not a port"):
         RankEnv.from_environ({**step, "MASTER_PORT": port})
 
@@ -200,7 +252,7 @@ def test_bad_ports(step, port):
         {"WORLD_SIZE": "0"},
     ],
 )
-def test_numbers_that_contradict_each_other(change):
+def test_contradicting_numbers_are_refused(change):
     with pytest.raises(LaunchError, match="contradict each other"):
         RankEnv.from_environ({**TORCHRUN, **change})
 
@@ -214,7 +266,7 @@ def test_numbers_that_contradict_each_other(change):
         {"MASTER_PORT": "65535"},
     ],
 )
-def test_numbers_at_the_edge(change):
+def test_numbers_at_the_edge_are_taken(change):
     environ = {**TORCHRUN, **change}
     env = RankEnv.from_environ(environ).env_variables()
     assert {"GROUP_RANK": env["NODE_RANK"], **env} == {
@@ -223,7 +275,7 @@ def test_numbers_at_the_edge(change):
     }
 
 
-def test_empty_master_from_torchrun():
+def test_empty_master_is_refused():
     with pytest.raises(LaunchError, match="MASTER_ADDR is empty"):
         RankEnv.from_environ({**TORCHRUN, "MASTER_ADDR": ""})
 
@@ -239,7 +291,7 @@ def test_empty_master_from_torchrun():
         "SLURM_JOB_ID",
     ],
 )
-def test_a_step_with_a_variable_missing(step, name):
+def test_step_with_a_variable_missing_is_refused(step, name):
     del step[name]
     with pytest.raises(LaunchError, match=f"{name} is not set, though this is an srun step"):
         RankEnv.from_environ(step)
@@ -249,13 +301,13 @@ def without_old_names(env: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if "_PACK_GROUP_" not in name}
 
 
-def test_components_under_either_name(step):
+def test_components_are_read_under_either_name(step):
     assert RankEnv.from_environ(without_old_names(step)).master_addr == "gamma"
     old = {name: value for name, value in step.items() if "_HET_GROUP_" not in name}
     assert RankEnv.from_environ(old).master_addr == "gamma"
 
 
-def test_no_guess_where_the_components_hosts_are_unknown(step):
+def test_unknown_hosts_of_components_are_refused(step):
     env = without_old_names(step)
     del env["SLURM_JOB_NODELIST_HET_GROUP_0"]
     with pytest.raises(LaunchError, match="SLURM_JOB_NODELIST_HET_GROUP_0 is not set"):
@@ -271,11 +323,11 @@ def test_no_guess_where_the_components_hosts_are_unknown(step):
         ("elsewhere", "elsewhere"),
     ],
 )
-def test_a_step_over_some_components_only(step, step_hosts, master):
+def test_step_over_some_components_finds_rank_0(step, step_hosts, master):
     assert RankEnv.from_environ({**step, "SLURM_STEP_NODELIST": step_hosts}).master_addr == master
 
 
-def test_a_step_over_the_end_of_a_component():
+def test_step_over_the_end_of_a_component_finds_rank_0():
     env = recorded("het_two_node_component", "22.05")[0][3]
     assert (
         RankEnv.from_environ({**env, "SLURM_STEP_NODELIST": "alpha,beta2"}).master_addr == "beta2"
@@ -294,15 +346,30 @@ def test_a_step_over_the_end_of_a_component():
         ("4,5,6,7", 1),
     ],
 )
-def test_device_index(step, visible, index):
+def test_device_index_follows_the_visible_devices(step, visible, index):
     env = {name: value for name, value in step.items() if name != "CUDA_VISIBLE_DEVICES"}
     if visible is not None:
         env["CUDA_VISIBLE_DEVICES"] = visible
     assert RankEnv.from_environ(env).device_index == index
 
 
+@pytest.mark.parametrize(
+    "name", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"]
+)
+@pytest.mark.parametrize(("visible", "index"), [("2", 0), ("0,1,2,3", 1), ("", 1)])
+def test_device_index_follows_every_vendors_variable(step, name, visible, index):
+    env = {key: value for key, value in step.items() if not key.endswith("VISIBLE_DEVICES")}
+    assert RankEnv.from_environ({**env, name: visible}).device_index == index
+
+
+def test_device_index_follows_the_shortest_list(step):
+    amd = {"ROCR_VISIBLE_DEVICES": "2", "HIP_VISIBLE_DEVICES": "0,1,2,3"}
+    env = {key: value for key, value in step.items() if key != "CUDA_VISIBLE_DEVICES"}
+    assert RankEnv.from_environ({**env, **amd}).device_index == 0
+
+
 @given(st.integers(0, 2**32))
-def test_ports_are_free_of_daemons_and_ephemeral_ones(job_id):
+def test_ports_avoid_daemons_and_ephemeral_ones(job_id):
     assert FIRST_PORT == 10_000
     assert 10_000 <= port_of_job(job_id) < 29_000
     assert port_of_job(job_id) != port_of_job(job_id + 1)

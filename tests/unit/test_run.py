@@ -31,20 +31,20 @@ def run(*args: str, env: dict[str, str]) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
 
 
-def test_the_seven_variables_reach_the_command() -> None:
+def test_command_gets_the_seven_variables() -> None:
     code = f"import os, sys; print(*(os.environ[n] for n in '{NAMES}'.split()), *sys.argv[1:])"
     done = run(sys.executable, "-c", code, "a b", env=HET_STEP)
     assert (done.returncode, done.stdout) == (0, "5 2 7 4 2 gamma 10007 a b\n"), done.stderr
 
 
-def test_a_python_script_needs_no_interpreter_and_a_double_dash_is_allowed(tmp_path: Path) -> None:
+def test_script_needs_no_interpreter_and_may_follow_a_dash(tmp_path: Path) -> None:
     script = tmp_path / "t.py"
     script.write_text("import sys; print(sys.executable, *sys.argv[1:])")
     for args in ([str(script)], ["--", str(script)]):
         assert run(*args, "--x", env=HET_STEP).stdout == f"{sys.executable} --x\n"
 
 
-def test_help() -> None:
+def test_help_is_printed() -> None:
     for option in ("-h", "--help"):
         done = run(option, env={})
         assert (done.returncode, done.stderr) == (0, "")
@@ -52,7 +52,7 @@ def test_help() -> None:
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
-def test_what_marks_a_rank_as_torchruns(
+def test_script_gets_the_marks_of_torchrun(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_gpu: bool
 ) -> None:
     device = tmp_path / "nvidia0"
@@ -75,7 +75,7 @@ def test_what_marks_a_rank_as_torchruns(
     )
 
 
-def test_the_commands_own_status_comes_back() -> None:
+def test_exit_status_is_the_commands() -> None:
     assert run(sys.executable, "-c", "raise SystemExit(7)", env=HET_STEP).returncode == 7
 
 
@@ -91,18 +91,20 @@ def test_the_commands_own_status_comes_back() -> None:
             ["true"],
             {**HET_STEP, "WORLD_SIZE": "7"},
             2,
-            "half a set of torchrun's variables: WORLD_SIZE set",
+            "incomplete variables of a launcher: WORLD_SIZE set",
         ),
     ],
 )
-def test_what_cannot_be_run(args: list[str], env: dict[str, str], status: int, words: str) -> None:
+def test_command_that_cannot_run_is_an_error(
+    args: list[str], env: dict[str, str], status: int, words: str
+) -> None:
     done = run(*args, env=env)
     assert done.returncode == status
     assert words in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_it_needs_nothing_but_the_standard_library() -> None:
+def test_run_imports_the_standard_library_only() -> None:
     code = "import sys, ddp_slurm.run; print([m for m in sys.modules if m.split('.')[0] in ('jinja2', 'torch', 'yaml')])"
     assert subprocess.run(
         [sys.executable, "-S", "-c", code],

@@ -22,7 +22,7 @@ except ImportError as missing:
     ) from None
 
 from ddp_slurm.hostlist import expand_hostlist
-from ddp_slurm.rank_env import ENV_VARIABLES, RankEnv
+from ddp_slurm.rank_env import ENV_VARIABLES, RankEnv, known
 
 __all__ = ["NAME", "HetSlurmJobEnvironment", "RankCommand", "core", "utils"]
 
@@ -84,7 +84,7 @@ class HetSlurmJobEnvironment(SlurmJobEnvironment):
 
     @property
     def local_world_size(self) -> int:
-        return self.rank_env.local_world_size
+        return known(self.rank_env.local_world_size, "SLURM_GTIDS")
 
     @property
     def master_addr(self) -> str:

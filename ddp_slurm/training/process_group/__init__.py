@@ -1,4 +1,4 @@
-"""The start and the end of a distributed training, and what happens when a rank fails in between."""
+"""The start and the end of a distributed training, and what happens when a rank fails."""
 
 from ddp_slurm.training.process_group.world import World, init_distributed
 

@@ -1,165 +1,210 @@
 """When one rank fails the others end too, within seconds, and the log names the one that was first.
 
-A collective whose partner is gone waits for its time-out, with NCCL for minutes, and holds the GPUs. So the failing
-rank says so through the rendezvous store, and a thread in every other rank waits for that word.
+A collective whose partner is gone waits for its time-out, with NCCL for minutes, and holds the
+GPUs. So the failing rank reports it through the rendezvous store, and a thread in every other rank
+waits for that message. A rank that was killed reports nothing: the ranks whose collectives fail
+call the roll through the store, and the one that does not answer is named.
 """
 
+import contextlib
 import os
+import re
 import sys
 import threading
-import time
 import traceback
-from datetime import timedelta
 from types import TracebackType
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch import distributed as dist
 
 from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.training.process_group.ending import Deadline, print_last
+from ddp_slurm.training.process_group.peers import (
+    Ending,
+    Message,
+    Peers,
+    read_first_failure,
+    report_failure,
+)
 
-FOREVER = timedelta(days=365)
-FINISHED = "0 finished"
+REPORT_SECONDS = 10.0
+"""The longest that reporting to the other ranks may take; then the process ends without it."""
 LAST_WORDS_SECONDS = 2.0
-"""How long rank 0, whose store carries the word, stays for the others to read it."""
+"""How long rank 0, whose store carries the messages, stays for the others to read them."""
+LATE_SECONDS = 10.0
+"""How long after one rank has left those that have not are named in the log."""
+JOIN_SECONDS = 5.0
+
+LOST_CONNECTION = re.compile(
+    "gloo/transport|NCCL|[Cc]onnection (closed|reset|refused)|[Tt]imed out|Broken pipe|[Ss]ocket"
+)
 
 
-def tell_all(store: Store, world_size: int, rank: int, text: str, status: int = 1) -> str | None:
-    """Give all other ranks the word that ends them; returns another rank's word where that was first, or None.
-
-    A word is the exit status for all ranks, a space, and what happened: whichever rank a launcher looks at, it sees
-    the status of the failure and not of what followed from it.
-    """
-    word = f"{status} {text}"
-    try:
-        first: str = store.compare_set("first_failure", "", word).decode()
-        if first != word:
-            return first
-        for other in range(world_size):
-            if other != rank:
-                store.set(f"word/{other}", word)
-    except RuntimeError:
-        return None  # no store any more: only the own failure is known
-    return None
-
-
-def print_faults_plainly(place: str) -> None:
-    """From now on an uncaught DdpSlurmError is its text and its exit status, without a traceback."""
-    previous = sys.excepthook
-
-    def on_uncaught(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        if not isinstance(error, DdpSlurmError):
-            previous(kind, error, trace)
-            return
-        text = str(error)
-        _last_words(text if text.startswith(place) else f"{place} failed: {text}")
-        os._exit(error.exit_status)  # a hook cannot change the status in another way
-
-    sys.excepthook = on_uncaught
+def is_failed_collective(error: BaseException) -> bool:
+    """Whether an exception may be the consequence of another rank's end."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and bool(LOST_CONNECTION.search(str(error)))
 
 
 class FailureWatch:
-    """Tells the other ranks of an uncaught exception here, and ends this process when another rank tells.
+    """Reports an uncaught exception of this process to the other ranks, and ends this process when
+    another rank reports one."""
 
-    Args:
-        store: this rank's own store connection, for telling.
-        waiting_store: a second connection, since a blocking wait holds the first.
-        place: ``rank 3 on alpha``, for messages.
-    """
-
-    def __init__(
-        self, store: Store, waiting_store: Store, rank: int, world_size: int, place: str
-    ) -> None:
-        self._store, self._waiting_store = store, waiting_store
-        self._rank, self._world_size, self._place = rank, world_size, place
+    def __init__(self, peers: Peers, timeout_seconds: float) -> None:
+        """``timeout_seconds``: the longest that a collective may take, for messages."""
+        self.peers = peers
+        self._timeout_seconds = timeout_seconds
         self._thread = threading.Thread(
-            target=self._wait_for_word, name="ddp_slurm failure watch", daemon=True
+            target=self._watch, name="ddp_slurm failure watch", daemon=True
         )
         self._previous_hook = sys.excepthook
         self._ended = False
-        self._leaving = (
-            threading.Lock()
-        )  # one thread has the last word, the other waits for the end
+        self._late_timer: threading.Timer | None = None
+        # the thread that has it ends the process; the other one waits for that
+        self._leaving = threading.Lock()
 
     def start(self) -> None:
         sys.excepthook = self._on_uncaught
         self._thread.start()
 
-    def end(self) -> None:
-        """Stop watching: this rank has finished well."""
+    def finish(self) -> None:
+        """Stop watching: this rank leaves in order. Its leaving is recorded in the store."""
         self._ended = True
+        if self._late_timer is not None:
+            self._late_timer.cancel()
         if sys.excepthook == self._on_uncaught:
             sys.excepthook = self._previous_hook
-        try:
-            self._store.set(f"word/{self._rank}", FINISHED)
-        except RuntimeError:
-            return  # rank 0 and its store are gone already; the thread sees that itself
-        self._thread.join(timeout=10)
+        # Where rank 0 and its store are gone already the thread sees that itself.
+        with contextlib.suppress(RuntimeError):
+            self.peers.say_left()
+            if self.peers.rank != 0:
+                self.peers.send(0, Message("left"))
+            self.peers.send(self.peers.rank, Message("finished"))
+        self._thread.join(timeout=JOIN_SECONDS)
 
-    def tell_exit(self, status: object) -> None:
-        """``sys.exit`` with a bad status is a failure too, though no exception hook sees it."""
+    def report_exit(self, status: object) -> None:
+        """``sys.exit`` with a status other than 0 is a failure too, though no exception hook sees
+        it."""
         # True is an int, too, and the system would take 256 for 0
         number = (int(status) & 0xFF if isinstance(status, int) else 1) or 1
-        tell_all(
-            self._store,
-            self._world_size,
-            self._rank,
-            f"{self._place} exited with {status!r}",
-            number,
-        )
-        self._linger()
+        with self._deadline(number):
+            with contextlib.suppress(RuntimeError):  # the store is gone, and so are its readers
+                self._report(Ending(number, f"{self.peers.place} exited with {status!r}"))
+            self._linger()
+            # No thread may be inside the store when the interpreter ends: it would abort.
+            self.finish()
+        if self._thread.is_alive():
+            print_last(f"{self.peers.place} exited with {status!r}")
+            os._exit(number)
 
-    def _wait_for_word(self) -> None:
-        try:
-            self._waiting_store.wait([f"word/{self._rank}"], FOREVER)
-            word = self._waiting_store.get(f"word/{self._rank}").decode()
-        except RuntimeError:
-            word = "1 the host of rank 0 and its store are gone"
-        if self._ended or word == FINISHED:
-            return
+    def _watch(self) -> None:
+        while True:
+            message = self.peers.receive()
+            if self._ended or message.kind == "finished":
+                return
+            if message.kind == "roll call":
+                self.peers.answer(message.text)
+            elif message.kind == "left":
+                self._start_late_timer()
+            else:
+                self._end_because_of(Ending(message.status, message.text))
+
+    def _end_because_of(self, ending: Ending) -> None:
         self._leaving.acquire()
-        status, _, text = word.partition(" ")
-        _last_words(f"{self._place}: ends, because {text}")
-        self._linger()
-        os._exit(int(status))
+        print_last(f"{self.peers.place}: ends, because {ending.text}")
+        with self._deadline(ending.status):
+            self._linger()
+        os._exit(ending.status)
 
     def _on_uncaught(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        """End this process at once: a process group with a collective under way cannot be closed in order."""
+        """End this process at once: a process group with a collective under way cannot be closed in
+        order."""
         if self._ended:  # torch's hook, which wraps this one, may outlive the group
             self._previous_hook(kind, error, trace)
             return
         self._leaving.acquire()
-        status, text = 1, f"{self._place} failed: {kind.__name__}: {error}"
-        report = "".join(traceback.format_exception(kind, error, trace)) + text
-        if isinstance(error, DdpSlurmError):
-            status, report = error.exit_status, f"{self._place} failed: {error}"
-            text = report
-        first = tell_all(self._store, self._world_size, self._rank, text, status)
+        place = self.peers.place
+        full_report = "".join(traceback.format_exception(kind, error, trace))
+        own = Ending(1, f"{place} failed: {kind.__name__}: {error}")
+        is_consequence = is_failed_collective(error)
+        with self._deadline(own.status):
+            # The own report comes first: what follows depends on rank 0.
+            if is_consequence:
+                print_last(f"{place}: a collective failed: {kind.__name__}: {error}")
+            elif isinstance(error, DdpSlurmError):
+                own = Ending(error.exit_status, f"{place} failed: {error}")
+                print_last(own.text)
+            else:
+                print_last(full_report + own.text)
+            first = self._settle(own, is_consequence)
+            if first is not own:
+                print_last(f"{place}: ends, because {first.text}")
+            elif is_consequence:
+                print_last(full_report + own.text)
+            self._linger()
+        os._exit(first.status)
+
+    def _settle(self, own: Ending, is_consequence: bool) -> Ending:
+        """What ends all ranks, after it was reported to them."""
+        try:
+            return self._report(self._find_cause(own) if is_consequence else own)
+        except RuntimeError:  # the store is gone
+            return Ending(1, self.peers.rank_0_is_gone()) if is_consequence else own
+
+    def _find_cause(self, own: Ending) -> Ending:
+        """Why a collective of this rank failed: another rank's end, or ``own``."""
+        peers = self.peers
+        first = read_first_failure(peers.store)
         if first is not None:
-            word, _, text = first.partition(" ")
-            status, report = int(word), f"{self._place}: ends, because {text}"
-        _last_words(report)
-        self._linger()
-        os._exit(status)
+            return first
+        missing = peers.call_roll("failure")
+        if missing.lost:
+            return Ending(
+                1,
+                f"{peers.name(missing.lost)} ended without a report or does not respond: killed, "
+                "crashed or hanging, or the link to the host is lost",
+            )
+        if missing.left:
+            return Ending(
+                1,
+                f"{peers.name(missing.left)} had left the training in order, while {peers.place} "
+                "still waited in a collective: every rank must take the same number of steps",
+            )
+        return own
+
+    def _report(self, ending: Ending) -> Ending:
+        peers = self.peers
+        return report_failure(peers.store, peers.rank, len(peers.places), ending)
 
     def _linger(self) -> None:
         """Rank 0's end is the store's end: it waits until the others have read why they end."""
-        try:
-            self._store.add("ended", 1)
-            deadline = time.monotonic() + LAST_WORDS_SECONDS
-            while (
-                self._rank == 0
-                and self._store.add("ended", 0) < self._world_size
-                and time.monotonic() < deadline
-            ):
-                time.sleep(0.02)
-        except RuntimeError:
-            return  # the store is gone, and so are its readers
+        peers = self.peers
+        with contextlib.suppress(RuntimeError):  # the store is gone, and so are its readers
+            peers.store.set(f"ended/{peers.rank}", "")
+            if peers.rank == 0:
+                peers.wait([f"ended/{rank}" for rank in peers.others], LAST_WORDS_SECONDS)
 
+    def _deadline(self, status: int) -> Deadline:
+        text = f"{self.peers.place}: ends, because {self.peers.rank_0_does_not_respond()}"
+        return Deadline(REPORT_SECONDS, text, status)
 
-def _last_words(text: str) -> None:
-    sys.stdout.flush()
-    # To the descriptor: torch wraps the exception hook and catches sys.stderr until the hook returns.
-    os.write(2, (text.rstrip("\n") + "\n").encode(errors="backslashreplace"))
+    def _start_late_timer(self) -> None:
+        if self._late_timer is None:
+            self._late_timer = threading.Timer(LATE_SECONDS, self._name_late_ranks)
+            self._late_timer.daemon = True
+            self._late_timer.start()
+
+    def _name_late_ranks(self) -> None:
+        """On rank 0: name the ranks that have left and those that may wait for them."""
+        peers = self.peers
+        left = peers.ranks_that_left()
+        late = [rank for rank in range(len(peers.places)) if rank not in left]
+        if self._ended or not late or 0 in left:
+            return
+        print_last(
+            f"note: {peers.name(left)} left the training {LATE_SECONDS:.0f} s ago or earlier, "
+            f"{peers.name(late)} did not; a collective that waits for the former fails after "
+            f"{self._timeout_seconds:.0f} s"
+        )

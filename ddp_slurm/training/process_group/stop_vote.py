@@ -1,4 +1,5 @@
-"""All ranks stop after the same step, though a signal reaches each at another moment, or only some of them."""
+"""All ranks stop after the same step, though a signal reaches each at another moment, or only some
+of them."""
 
 import torch
 import torch.distributed as dist
@@ -7,7 +8,8 @@ import torch.distributed as dist
 class StopVote:
     """A vote each step, in the background: cast before the step, counted before the next one.
 
-    It goes over a gloo group, so no rank waits for its GPU, and the result is the same on every rank.
+    It goes over a gloo group, so no rank waits for its GPU, and the result is the same on every
+    rank.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -16,7 +18,7 @@ class StopVote:
         self._work: dist.Work | None = None
 
     def cast(self, stop: bool) -> None:
-        """Begin a vote with this rank's voice in it; all ranks call it."""
+        """Begin a vote with this rank's wish in it; all ranks call it."""
         self.result()
         self._ballot.fill_(int(stop))
         self._work = dist.all_reduce(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ddp_slurm.errors import DdpSlurmError, did_you_mean
-from ddp_slurm.training.process_group.startup_check import RankFacts
+from ddp_slurm.training.process_group.facts import RankFacts
 
 PRECISIONS = ("auto", "fp32", "fp16", "bf16")
 

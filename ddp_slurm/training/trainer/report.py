@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 
 from ddp_slurm.console import table
-from ddp_slurm.training.process_group.startup_check import RankFacts
+from ddp_slurm.training.process_group.facts import RankFacts
 
 MOST_RANKS_IN_A_LINE = 16
 

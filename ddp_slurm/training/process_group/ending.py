@@ -1,0 +1,63 @@
+"""How a process ends when something went wrong: with its last line in the log, and in bounded
+time."""
+
+import os
+import sys
+import threading
+from types import TracebackType
+
+from ddp_slurm.errors import DdpSlurmError
+
+LINE_SECONDS = 2.0
+
+
+def print_last(text: str) -> None:
+    """Print a line on stderr that is there even where the process ends at once."""
+    sys.stdout.flush()
+    # To the descriptor: torch wraps the exception hook and catches sys.stderr until it returns.
+    os.write(2, (text.rstrip("\n") + "\n").encode(errors="backslashreplace"))
+
+
+def print_errors_plainly(place: str) -> None:
+    """From now on an uncaught DdpSlurmError prints its text and sets the exit status, without a
+    traceback."""
+    previous = sys.excepthook
+
+    def on_uncaught(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, DdpSlurmError):
+            previous(kind, error, trace)
+            return
+        text = str(error)
+        print_last(text if text.startswith(place) else f"{place} failed: {text}")
+        os._exit(error.exit_status)  # a hook cannot change the status in another way
+
+    sys.excepthook = on_uncaught
+
+
+class Deadline:
+    """Ends this process, with ``text`` on stderr, where the block runs for longer than ``seconds``.
+
+    For calls to rank 0's store: where rank 0 is stopped, or the link to it is cut, they do not
+    return, whatever time-out they were given, and no exception can reach the thread inside them.
+    """
+
+    def __init__(self, seconds: float, text: str, status: int = 1) -> None:
+        self._timer = threading.Timer(seconds, self._end)
+        self._timer.daemon = True
+        self._text = text
+        self._status = status
+
+    def __enter__(self) -> None:
+        self._timer.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._timer.cancel()
+
+    def _end(self) -> None:
+        # in a thread of its own: standard output may belong to a file system that hangs
+        line = threading.Thread(target=print_last, args=(self._text,), daemon=True)
+        line.start()
+        line.join(LINE_SECONDS)
+        os._exit(self._status)

@@ -1,0 +1,182 @@
+"""What the ranks say to each other about failures, through rank 0's store."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+FOREVER = timedelta(days=365)
+POLL_SECONDS = 0.02
+MOST_NAMES = 8
+ROLL_CALL_SECONDS = 3.0
+"""How long a rank has to answer. One that runs answers within milliseconds, unless a long call
+into C holds Python's interpreter lock."""
+
+
+class Ending(NamedTuple):
+    """Why the ranks end: the exit status for all of them, so that a launcher sees the status of
+    the failure and not of what followed from it, and what happened."""
+
+    status: int
+    text: str
+
+
+class Message(NamedTuple):
+    """``kind`` is ``end`` (with status and text), ``roll call`` (``text`` is its name), ``left``,
+    or ``finished`` (from the rank itself)."""
+
+    kind: str
+    status: int = 0
+    text: str = ""
+
+
+class RollCall(NamedTuple):
+    """Ranks that are missing in a roll call: those that had left, and those that do not respond."""
+
+    left: list[int]
+    lost: list[int]
+
+
+@dataclass
+class Peers:
+    """The ranks of one world, as one of them reaches the others.
+
+    All methods but ``receive`` may raise RuntimeError where the store is gone, and do not return
+    where it does not respond: see ``ending.Deadline``.
+    """
+
+    rank: int
+    places: list[str]
+    """``rank 3 on alpha`` for each rank, for messages."""
+    store: Store
+    waiting_store: Store
+    """A second connection to the same store: a blocking wait holds the one that it uses."""
+    _received: int = 0
+
+    @property
+    def place(self) -> str:
+        return self.places[self.rank]
+
+    @property
+    def others(self) -> list[int]:
+        return [rank for rank in range(len(self.places)) if rank != self.rank]
+
+    def name(self, ranks: Sequence[int]) -> str:
+        """``rank 3 on alpha, rank 5 on beta``; a long list is cut."""
+        names = ", ".join(self.places[rank] for rank in ranks[:MOST_NAMES])
+        rest = len(ranks) - MOST_NAMES
+        return f"{names} and {rest} more" if rest > 0 else names
+
+    def send(self, rank: int, message: Message) -> None:
+        send(self.store, rank, message)
+
+    def receive(self) -> Message:
+        """The next message for this rank; waits for it. One thread of a rank calls it.
+
+        A store that is gone counts as rank 0's end.
+        """
+        key = _message_key(self.rank, self._received + 1)
+        try:
+            self.waiting_store.wait([key], FOREVER)
+            message = Message(*json.loads(self.waiting_store.get(key)))
+        except RuntimeError:
+            return Message("end", 1, self.rank_0_is_gone())
+        self._received += 1
+        return message
+
+    def answer(self, roll_call: str) -> None:
+        """Answer a roll call, in the thread that receives."""
+        self.waiting_store.set(_present_key(roll_call, self.rank), "")
+
+    def call_roll(self, name: str) -> RollCall:
+        """Which ranks have left, and which do not respond. Ranks that call at once share it."""
+        if self.store.add(f"roll calls/{name}", 1) == 1:
+            for rank in self.others:
+                self.send(rank, Message("roll call", text=name))
+        present = {rank: _present_key(name, rank) for rank in self.others}
+        self.store.set(_present_key(name, self.rank), "")
+        gone = self.ranks_that_left()
+        awaited = [key for rank, key in present.items() if rank not in gone]
+        self.wait(awaited, ROLL_CALL_SECONDS)
+        left = [rank for rank in self.ranks_that_left() if rank != self.rank]
+        absent = [rank for rank in self.others if not self.store.check([present[rank]])]
+        return RollCall(left, [rank for rank in absent if rank not in left])
+
+    def wait(self, keys: list[str], seconds: float) -> bool:
+        """Whether all keys exist within so many seconds."""
+        return wait_for(self.store, keys, seconds)
+
+    def say_left(self) -> None:
+        """Record that this rank leaves in order."""
+        self.store.set(left_key(self.rank), "")
+
+    def ranks_that_left(self) -> list[int]:
+        return [rank for rank in range(len(self.places)) if self.store.check([left_key(rank)])]
+
+    def rank_0_is_gone(self) -> str:
+        return (
+            f"{self.places[0]}, whose store the ranks report to, ended without a report, or the "
+            "link to its host is lost"
+        )
+
+    def rank_0_does_not_respond(self) -> str:
+        return (
+            f"{self.places[0]}, whose store the ranks report to, does not respond: it hangs, or "
+            "the link to its host is lost"
+        )
+
+
+def wait_for(store: Store, keys: list[str], seconds: float) -> bool:
+    """Whether all keys exist within so many seconds.
+
+    By asking again and again: where ``Store.wait`` runs out of time torch prints warnings of its
+    own, which look like the error.
+    """
+    deadline = time.monotonic() + seconds
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
+
+
+def send(store: Store, rank: int, message: Message) -> None:
+    """Add a message to those that ``rank`` receives, in the order of sending."""
+    number = store.add(f"messages/{rank}", 1)
+    store.set(_message_key(rank, number), json.dumps(message))
+
+
+def _message_key(rank: int, number: int) -> str:
+    return f"message/{rank}/{number}"
+
+
+def _present_key(roll_call: str, rank: int) -> str:
+    return f"present/{roll_call}/{rank}"
+
+
+def left_key(rank: int) -> str:
+    return f"left/{rank}"
+
+
+def read_first_failure(store: Store) -> Ending | None:
+    """What ends the world, where a rank has reported it already."""
+    if not store.check(["first failure"]):
+        return None
+    return Ending(*json.loads(store.get("first failure")))
+
+
+def report_failure(store: Store, rank: int, world_size: int, ending: Ending) -> Ending:
+    """End all other ranks with ``ending``; returns the failure that was first, another rank's or
+    this one."""
+    mine = json.dumps(ending)
+    first = store.compare_set("first failure", "", mine).decode()
+    if first != mine:
+        return Ending(*json.loads(first))
+    for other in range(world_size):
+        if other != rank:
+            send(store, other, Message("end", ending.status, ending.text))
+    return ending

@@ -1,0 +1,173 @@
+"""What the ranks of the test worlds run to meet, to fail and to leave. Imported by the server they
+are forked from, so it stays light."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.rank_env import LaunchError, RankEnv
+from ddp_slurm.training import init_distributed
+from ddp_slurm.training.trainer.precision import Precision, choose_precision
+
+from .worlds import tell
+
+
+def join(pipe: Connection, rendezvous_seconds: float = 60.0) -> str:
+    """``met``, or the text of the error that ``init_distributed`` raises on this rank."""
+    try:
+        with init_distributed(rendezvous_seconds=rendezvous_seconds):
+            return "met"
+    except LaunchError as error:
+        return str(error)
+
+
+def fail_at_three(pipe: Connection, how: str) -> None:
+    """Rank 3 fails while the others wait for it in a collective that would wait for ten minutes."""
+    with init_distributed() as world:
+        dist.barrier()
+        if world.rank == 3:
+            if how == "raise":
+                raise ValueError("a bad sample")
+            if how == "user's error":
+                raise DdpSlurmError("precision fp7 is none")
+            if how.startswith("exit"):
+                sys.exit({"exit": 5, "exit True": True}[how])
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+
+def fail_without_collective(pipe: Connection) -> None:
+    """Rank 1 fails while rank 0 is busy with something else for a long time."""
+    with init_distributed() as world:
+        dist.barrier()
+        if world.rank == 1:
+            raise ValueError("a bad sample")
+        threading.Event().wait(600)
+
+
+def fail_after_rank_0_has_left(pipe: Connection) -> None:
+    """Rank 1 is late, and fails."""
+    with init_distributed() as world:
+        dist.barrier()
+        if world.rank == 1:
+            time.sleep(1)
+            raise ValueError("the last metrics cannot be written")
+
+
+def be_late(pipe: Connection, timeout_seconds: float) -> None:
+    """Rank 1 leaves later than ``timeout_seconds`` after rank 0."""
+    with init_distributed(timeout_seconds=timeout_seconds) as world:
+        dist.barrier()
+        if world.rank == 1:
+            time.sleep(3)
+
+
+def gloo_on_a_machine_with_gpus(pipe: Connection) -> tuple[str, int, Precision]:
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: 4
+    with init_distributed(backend="gloo") as world:
+        return str(world.device), world.ranks[0].visible_gpus, choose_precision("auto", world.ranks)
+
+
+def join_twice(pipe: Connection) -> tuple[bool, str]:
+    """Whether the group is closed after the first time, and the result of the second time."""
+    with init_distributed():
+        pass
+    return dist.is_initialized(), join(pipe)
+
+
+def signalled_before_the_meeting(pipe: Connection) -> bool:
+    """Rank 0 gets SIGUSR2 while it waits for rank 1, which comes when it is told to."""
+
+    def signal_self() -> None:
+        while signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        tell(pipe, "signalled")
+
+    if os.environ["RANK"] == "0":
+        threading.Thread(target=signal_self, daemon=True).start()
+    else:
+        pipe.recv_bytes()
+    with init_distributed() as world:
+        return world.stop_requested
+
+
+def meet_and_stay(pipe: Connection) -> None:
+    with init_distributed():
+        tell(pipe, "met")
+        threading.Event().wait(600)
+
+
+def meet_and_leave_when_told(pipe: Connection) -> str:
+    with init_distributed():
+        tell(pipe, "met")
+        pipe.recv_bytes()
+        return "left"
+
+
+def env_after_meeting(pipe: Connection) -> tuple[RankEnv, RankEnv]:
+    """The RankEnv that the launcher set, and the world's."""
+    with init_distributed() as world:
+        dist.barrier()
+        return RankEnv.from_environ(), world.env
+
+
+class SleepyModel(nn.Module):
+    """A model that takes so many seconds a sample."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.seconds = seconds
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        time.sleep(self.seconds * len(inputs))
+        outputs: Tensor = self.layer(inputs)
+        return outputs
+
+
+def ask_for_shares(pipe: Connection, seconds_per_sample: list[float], kind: str) -> list[int] | str:
+    """The shares of 10 samples for ranks that take so long a sample, or the text of the error."""
+    inputs, targets = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
+    data = {
+        "batch": (inputs, targets),
+        "data set": TensorDataset(inputs, targets),
+        "list": list(zip(inputs, targets, strict=True)),
+        "stream": iter([]),
+        "empty": TensorDataset(inputs[:0], targets[:0]),
+    }
+    with init_distributed() as world:
+        model = SleepyModel(seconds_per_sample[world.rank])
+        before = [parameter.clone() for parameter in model.parameters()]
+        try:
+            if kind == "planned":
+                return world.planned_shares(10)
+            shares = world.shares(10, model, cross_entropy, data[kind])
+        except DdpSlurmError as error:
+            return str(error)
+        assert all(map(torch.equal, before, model.parameters()))
+        return shares
+
+
+def place(pipe: Connection) -> tuple[int, str, int, list[str], list[int]]:
+    with init_distributed() as world:
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return (
+            int(total),
+            world.backend,
+            world.rank,
+            [fact.place for fact in world.ranks],
+            world.planned_shares(341),
+        )
