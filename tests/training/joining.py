@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.rank_env import LaunchError, RankEnv
 from ddp_slurm.training import init_distributed
+from ddp_slurm.training.process_group import failure, peers, rendezvous
 from ddp_slurm.training.trainer.precision import Precision, choose_precision
 
 from .worlds import tell
@@ -44,6 +45,70 @@ def fail_at_three(pipe: Connection, how: str) -> None:
                 sys.exit({"exit": 5, "exit True": True}[how])
             os.kill(os.getpid(), signal.SIGKILL)
         dist.barrier()
+
+
+def be_impatient() -> None:
+    """Wait for a rank that does not respond for less long than in earnest."""
+    for module in (failure, rendezvous):
+        module.REPORT_SECONDS = 4.0
+        module.LATE_SECONDS = 1.0
+    rendezvous.VERDICT_SECONDS = 1.0
+    peers.ROLL_CALL_SECONDS = 1.0
+
+
+def end_silently(pipe: Connection, victim: int, how: str, backend_seconds: float = 60.0) -> None:
+    """One rank ends without a report, or stops, while the others wait for it in a collective."""
+    be_impatient()
+    with init_distributed(timeout_seconds=backend_seconds) as world:
+        dist.barrier()
+        if world.rank == victim:
+            tell(pipe, "ready")
+            end_like(how)
+        dist.barrier()
+
+
+def end_like(how: str) -> None:
+    """End this process without a report, or stop it."""
+    if how.startswith("exit "):
+        os._exit(int(how.removeprefix("exit ")))
+    os.kill(os.getpid(), getattr(signal, how))
+    threading.Event().wait(600)
+
+
+def stop_before(pipe: Connection, moment: str, seconds: float = 5.0) -> None:
+    """Rank 0 stops before the others have met or left."""
+    be_impatient()
+    is_rank_0 = os.environ["RANK"] == "0"
+    if moment == "verdict" and is_rank_0:
+        rendezvous.find_errors = lambda facts: end_like("SIGSTOP")
+    with init_distributed(rendezvous_seconds=seconds):
+        dist.barrier()
+        if moment == "leaving" and is_rank_0:
+            end_like("SIGSTOP")
+        time.sleep(1)
+
+
+def leave_early(pipe: Connection, leaver: int, rest: str) -> None:
+    """One rank leaves in order, the others go on with a collective or alone for three seconds."""
+    be_impatient()
+    with init_distributed(timeout_seconds=60.0) as world:
+        dist.barrier()
+        if world.rank == leaver:
+            return
+        if rest == "collective":
+            dist.barrier()
+        else:
+            time.sleep(3)
+
+
+def end_while_rank_0_waits(pipe: Connection, how: str) -> None:
+    """Rank 1 ends without a report after the last collective, while rank 0 waits for it to leave."""
+    be_impatient()
+    with init_distributed() as world:
+        dist.barrier()
+        if world.rank == 1:
+            time.sleep(0.5)
+            end_like(how)
 
 
 def fail_without_collective(pipe: Connection) -> None:

@@ -2,17 +2,22 @@
 names it."""
 
 import signal
+import socket
 from pathlib import Path
 
 import pytest
 
 from .joining import (
     be_late,
+    end_silently,
+    end_while_rank_0_waits,
     fail_after_rank_0_has_left,
     fail_at_three,
     fail_without_collective,
+    leave_early,
+    stop_before,
 )
-from .worlds import PATIENCE_SECONDS, run_world, world
+from .worlds import PATIENCE_SECONDS, World, run_world, world
 
 
 @pytest.mark.parametrize(
@@ -75,3 +80,98 @@ def test_failure_reaches_a_rank_outside_a_collective(tmp_path: Path) -> None:
             "rank 0 on node: ends, because rank 1 on node failed: ValueError: a bad sample"
             in running.log(0)
         )
+
+
+NODE = {"SLURMD_NODENAME": "node"}
+SILENT = "ended without a report"
+
+
+def statuses_but(running: World, victim: int) -> set[int | None]:
+    """The exit statuses of all ranks but one; none may still run."""
+    statuses = {rank: running.processes[rank] for rank in range(len(running.processes))}
+    del statuses[victim]
+    for process in statuses.values():
+        process.join(PATIENCE_SECONDS)
+    return {process.exitcode for process in statuses.values()}
+
+
+@pytest.mark.parametrize("victim", [0, 3, 6])
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSEGV", "exit 7", "exit 0"])
+def test_rank_that_ends_silently_is_named(tmp_path: Path, how: str, victim: int) -> None:
+    with world(tmp_path, (1, 2, 4), end_silently, victim, how, environ=NODE) as running:
+        assert statuses_but(running, victim) == {1}
+        for rank in {*range(7)} - {victim}:
+            log = running.log(rank)
+            assert f"rank {rank} on node: ends, because rank {victim} on node" in log
+            assert SILENT in log
+            assert f"rank {rank} on node failed" not in log
+            assert "Traceback" not in log
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_rank_that_hangs_is_named(tmp_path: Path, victim: int) -> None:
+    with world(tmp_path, (1, 2), end_silently, victim, "SIGSTOP", 3.0, environ=NODE) as running:
+        assert statuses_but(running, victim) == {1}
+        for rank in {*range(3)} - {victim}:
+            lines = running.log(rank).splitlines()
+            assert "a collective failed: RuntimeError" in lines[0] or rank == 0
+            assert f"rank {rank} on node: ends, because rank {victim} on node" in lines[-1]
+            assert "does not respond" in lines[-1]
+
+
+@pytest.mark.parametrize("moment", ["verdict", "leaving"])
+def test_rank_0_that_hangs_holds_nobody(tmp_path: Path, moment: str) -> None:
+    with world(tmp_path, (1, 2), stop_before, moment, environ=NODE) as running:
+        assert statuses_but(running, 0) <= {1, 2}
+        for rank in (1, 2):
+            log = running.log(rank)
+            assert f"rank {rank} on node: " in log
+            assert "rank 0 " in log
+            assert "does not respond" in log
+
+
+def test_rank_0_that_hangs_from_the_start_holds_nobody(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = {"MASTER_PORT": str(silent.getsockname()[1])}
+
+        def without_rank_0(rank: int, variables: dict[str, str]) -> dict[str, str]:
+            return {**variables, **port, "RANK": "1", "WORLD_SIZE": "2"}
+
+        with world(tmp_path, (1,), stop_before, "never", 1.0, change=without_rank_0) as running:
+            assert running.wait(PATIENCE_SECONDS) == [2]
+            assert f"rank 0 at 127.0.0.1:{port['MASTER_PORT']}" in running.log(0)
+
+
+def test_exit_status_of_any_rank_is_that_of_all(tmp_path: Path) -> None:
+    for number in range(10):
+        with world(tmp_path / str(number), (1, 2, 4), fail_at_three, "exit") as running:
+            assert running.wait(PATIENCE_SECONDS) == [5] * 7, running.all_logs()
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_rank_that_leaves_before_a_collective_is_named(tmp_path: Path, leaver: int) -> None:
+    with world(tmp_path, (1, 2), leave_early, leaver, "collective", environ=NODE) as running:
+        assert statuses_but(running, leaver) == {1}
+        logs = running.all_logs()
+    assert f"ends, because rank {leaver} on node had left the training in order, while" in logs
+
+
+def test_rank_0_names_the_ranks_that_it_waits_for(tmp_path: Path) -> None:
+    with world(tmp_path, (1, 2), leave_early, 0, "alone", environ=NODE) as running:
+        assert running.results() == [None] * 3
+        expected = "rank 0 on node has finished and waits for rank 1 on node, rank 2 on node, 59 s"
+        assert expected in running.log(0)
+
+
+def test_rank_0_names_the_ranks_that_left_early(tmp_path: Path) -> None:
+    with world(tmp_path, (1, 2), leave_early, 2, "alone", environ=NODE) as running:
+        assert running.results() == [None] * 3
+        log = running.log(0)
+    assert "note: rank 2 on node left the training 1 s ago or earlier, rank 0 on node" in log
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "exit 0"])
+def test_rank_that_ends_while_rank_0_waits_is_named(tmp_path: Path, how: str) -> None:
+    with world(tmp_path, (1, 1), end_while_rank_0_waits, how, environ=NODE) as running:
+        assert running.wait(PATIENCE_SECONDS)[0] == 1
+        assert "rank 1 on node ended without a report or does not respond, while" in running.log(0)

@@ -187,8 +187,10 @@ class FailureWatch:
                 peers.wait([f"ended/{rank}" for rank in peers.others], LAST_WORDS_SECONDS)
 
     def _deadline(self, status: int) -> Deadline:
-        text = f"{self.peers.place}: ends, because {self.peers.rank_0_does_not_respond()}"
-        return Deadline(REPORT_SECONDS, text, status)
+        reason = self.peers.rank_0_does_not_respond()
+        if self.peers.rank == 0:
+            reason = f"reporting to the others took longer than {REPORT_SECONDS:.0f} s"
+        return Deadline(REPORT_SECONDS, f"{self.peers.place}: ends, because {reason}", status)
 
     def _start_late_timer(self) -> None:
         if self._late_timer is None:
