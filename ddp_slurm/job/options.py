@@ -6,6 +6,7 @@ from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.job import values
 from ddp_slurm.job.balance_option import EQUAL, Balance
 from ddp_slurm.job.containers import Container, Mount
+from ddp_slurm.job.memory_option import Memory
 from ddp_slurm.job.sbatch_option import SbatchOption
 from ddp_slurm.schema import fields
 from ddp_slurm.schema.schema import Schema, key
@@ -83,12 +84,13 @@ class JobOptions(Schema):
         "N",
         "CPU cores of each rank; default a node's cpus divided by its GPUs",
     )
-    memory: int | None = key(
-        fields.memory_mb,
+    memory: Memory | None = key(
+        Memory.read,
         None,
         "SIZE",
-        f"memory on each node, {fields.MEMORY_FORM}; default the node's, in proportion to the GPUs "
-        "used",
+        f"memory on each node, {fields.MEMORY_FORM}; for each CPU, as 4G/cpu, where the site "
+        "demands --mem-per-cpu; 'none' where it accepts neither; default the node's, in proportion "
+        "to the GPUs used",
     )
     signal_seconds: int | None = key(
         fields.positive_number,

@@ -5,7 +5,6 @@ from typing import Any
 import yaml
 
 from ddp_slurm.job.options import JobOptions
-from ddp_slurm.schema.fields import memory_text
 from ddp_slurm.schema.schema import keys_of
 
 
@@ -20,9 +19,7 @@ def job_yaml(options: JobOptions) -> str:
 
 
 def _as_written(name: str, value: Any) -> Any:
-    if name == "memory":
-        return memory_text(value)
-    if name in ("balance", "container"):
+    if name in ("balance", "container", "memory"):
         return str(value)
     if name in ("sbatch", "mount"):
         return [str(item) for item in value]

@@ -25,7 +25,9 @@ class Component:
     """Those that the job uses on each node."""
     cpus_per_task: int
     memory_mb: int | None
-    """Memory on each node, MiB."""
+    """Memory on each node, MiB; None where Slurm decides."""
+    memory_per_cpu_mb: int | None
+    """MiB for each CPU where the job asks for it so; ``memory_mb`` is then their sum."""
     partition: str | None
     constraint: str | None
     interface: str | None

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ddp_slurm.cluster.machines import Cluster, GpuModel, Node
 from ddp_slurm.errors import did_you_mean
+from ddp_slurm.job.memory_option import Memory
 from ddp_slurm.job.options import JobOptions
 from ddp_slurm.plan.plan import Component, Plan, PlanError
 from ddp_slurm.plan.shares import planned_shares
@@ -105,11 +106,15 @@ def _what_shapes(used: UsedNode) -> tuple[object, ...]:
 def _shape(node: Node, count: int, options: JobOptions) -> Component:
     """The component, still without nodes, of a node of which ``count`` GPUs are used."""
     one_rank_a_node = options.ranks == "node"
+    cpus_per_task = options.cpus_per_task or _cpus_per_task(node, count, one_rank_a_node)
+    cpus = cpus_per_task * (1 if one_rank_a_node else count)
+    memory = options.memory or Memory(_memory_mb(node, count))
     return Component(
         nodes=(),
         gpus=_first_gpus(node.gpus, count),
-        cpus_per_task=options.cpus_per_task or _cpus_per_task(node, count, one_rank_a_node),
-        memory_mb=options.memory or _memory_mb(node, count),
+        cpus_per_task=cpus_per_task,
+        memory_mb=memory.mb * cpus if memory.mb and memory.per_cpu else memory.mb,
+        memory_per_cpu_mb=memory.mb if memory.per_cpu else None,
         partition=options.partition or node.partition,
         constraint=node.constraint,
         interface=node.interface,

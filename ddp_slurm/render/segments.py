@@ -85,7 +85,9 @@ def _directives(plan: Plan, index: int, sizes: StepSizes) -> list[str]:
         f"cpus-per-task={sizes.cpus_per_task}",
         f"gres={directive(component.gres)}",
     ]
-    if component.memory_mb:
+    if component.memory_per_cpu_mb:
+        lines.append(f"mem-per-cpu={memory_text(component.memory_per_cpu_mb)}")
+    elif component.memory_mb:
         lines.append(f"mem={memory_text(component.memory_mb)}")
     where_given = {
         "partition": component.partition,

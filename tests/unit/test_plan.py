@@ -4,10 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from ddp_slurm.cluster import Cluster
 from ddp_slurm.job.options import JobOptions
+from ddp_slurm.job.write import job_yaml
 from ddp_slurm.plan import Plan, PlanError, make_plan
+from ddp_slurm.render import render_sbatch
 from ddp_slurm.schema.schema import Invalid
 
 
@@ -117,6 +120,32 @@ def test_plan_of_a_part_of_the_cluster(
     assert [
         (c.nodelist, c.gres, f"{(c.memory_mb or 0) // 1024}G") for c in plan.components
     ] == expected
+
+
+@pytest.mark.parametrize(
+    ("memory", "on_nodes", "directives"),
+    [
+        (None, [30720, 61440, 245760], ["mem=30G", "mem=60G", "mem=240G"]),
+        ("7G", [7168, 7168, 7168], ["mem=7G"] * 3),
+        ("2G/cpu", [16384, 32768, 65536], ["mem-per-cpu=2G"] * 3),
+        ("none", [None, None, None], []),
+    ],
+)
+@pytest.mark.parametrize("ranks", ["gpu", "node"])
+def test_memory_is_asked_for_in_one_way(
+    uneven: Path,
+    memory: str | None,
+    on_nodes: list[int | None],
+    directives: list[str],
+    ranks: str,
+) -> None:
+    plan = plan_of(uneven, memory=memory, ranks=ranks, command="x")
+    assert [component.memory_mb for component in plan.components] == on_nodes
+    lines = render_sbatch(plan).splitlines()
+    mem = [line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH --mem")]
+    assert mem == directives
+    written = JobOptions.read(yaml.safe_load(job_yaml(plan.options)))
+    assert written.memory == plan.options.memory
 
 
 def test_plan_size_in_words(uneven: Path) -> None:

@@ -261,6 +261,11 @@ BAD = {
     ),
     "memory": (["--memory", "2.5G"], "--memory: '2.5G' is not a memory size"),
     "memory in Gi": (["--memory", "64Gi"], "--memory: '64Gi' is not a memory size"),
+    "memory for each CPU": (["--memory", "4/cpu"], "--memory: '4' is not a memory size"),
+    "memory for each CPU, as sbatch has it": (
+        ["--sbatch", "mem-per-cpu=4G"],
+        "'mem-per-cpu' cannot be set here: use --memory SIZE/cpu, such as 4G/cpu",
+    ),
     "newline in a name": (["--name", "a\nb"], "--name: 'a\\nb' has a newline"),
     "command in a name": (["--name", "$(id)"], "--name: '$(id)' has a command substitution"),
     "slash in a name": (["--name", "a/b"], "--name: 'a/b' is not a job name"),
