@@ -1,6 +1,6 @@
 #!/bin/sh
-# Prints what this machine is and what it runs. `ddp-slurm cluster probe` and `ddp-slurm doctor` send it over ssh; it
-# reads only, needs nothing but a POSIX shell, and leaves out what a missing tool would have told.
+# Prints what this machine is and what it runs. `ddp-slurm cluster probe` and `ddp-slurm doctor` send it over ssh. It
+# reads only, needs nothing but a POSIX shell, and leaves out the facts of tools that do not exist.
 #
 # Lines: `fact KEY VALUE`, or `block NAME STATUS` followed by a command's output, each of its lines behind a `|`.
 #
@@ -21,7 +21,7 @@ fact() { printf 'fact %s %s\n' "$1" "$2"; }
 
 have() { command -v "$1" >/dev/null 2>&1; }
 
-block() { # NAME COMMAND...: nothing where the command is not there
+block() { # NAME COMMAND...: nothing where the command does not exist
     block_name=$1
     shift
     have "$1" || return 0
@@ -70,7 +70,7 @@ network() {
 
 gpus() {
     block nvidia-smi nvidia-smi --query-gpu=index,pci.bus_id,memory.total,driver_version,name --format=csv,noheader,nounits
-    # Its own query: drivers before 510 do not know the field and would answer nothing at all.
+    # A separate query: drivers before 510 do not know the field and would print nothing else either.
     block nvidia-smi.capability nvidia-smi --query-gpu=index,compute_cap --format=csv,noheader
     for path in /proc/driver/nvidia/gpus/*/information; do
         if [ -r "$path" ]; then block nvidia.information cat "$path"; fi
@@ -93,7 +93,7 @@ slurm() {
     block slurmctld.version slurmctld -V
     block slurmd.hardware slurmd -C
     block slurm.ping scontrol ping
-    case ${block_text:-} in # every other question to a controller that is down waits for a minute
+    case ${block_text:-} in # every other request to a controller that is down waits for a minute
     *' UP'*)
         block slurm.config scontrol show config
         block slurm.nodes scontrol -o show node
@@ -179,7 +179,7 @@ print("facts " + json.dumps(found))
 '
 }
 
-# On a line of its own: what the login shell printed before may have no end of line.
+# On a new line: what the login shell printed before may not end with a newline.
 printf '\nfacts begin\n'
 if [ "${DEPTH:-}" = credential ]; then
     credential

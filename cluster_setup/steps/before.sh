@@ -1,5 +1,6 @@
 # shellcheck shell=sh
-# What the installer has to know of a node before its steps. ASK_KEY=yes on the controller: its munge key, if there.
+# Reports what the installer needs to know of a node before the steps. ASK_KEY=yes on the controller: also its munge
+# key, if it has one.
 
 fact() { printf 'fact %s %s\n' "$1" "$2" >&3; }
 
@@ -13,7 +14,7 @@ else
     if [ -z "$(candidate)" ] && [ "$DRY_RUN" = no ]; then apt-get -q update || true; fi
     fact slurm_version "$(candidate | sed 's/^[0-9]*://;s/[-+~].*//')"
 fi
-# munged takes no key below 32 bytes; those of Debian's package have 128.
+# munged accepts no key below 32 bytes; those of Debian's package have 128.
 if [ "${ASK_KEY:-}" = yes ] && [ "$(stat -c %s /etc/munge/munge.key 2>/dev/null || echo 0)" -ge 32 ]; then
     fact munge_key "$(base64 -w0 /etc/munge/munge.key)"
 fi

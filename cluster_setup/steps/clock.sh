@@ -1,16 +1,16 @@
 # shellcheck shell=sh
-# All clocks follow the controller's: munge refuses what is five minutes old or from the future.
+# All clocks follow the controller's: munge refuses credentials that are five minutes old or from the future.
 
 wanted_clock() {
     if is_controller; then
-        # Goes on serving the nodes when the outside cannot be reached: agreeing matters more than being right.
+        # Serves the nodes also without a connection to the outside: the same time on all nodes matters most.
         printf 'allow\nlocal stratum 10'
     else
         printf 'server %s iburst prefer' "$CONTROLLER_ADDRESS"
     fi
 }
 
-# Without the right to set the clock (bit 25, CAP_SYS_TIME; containers) chronyd has to be told to leave it alone.
+# Without the right to set the clock (bit 25, CAP_SYS_TIME; containers) chronyd needs the option not to.
 may_set_clock() { [ "$((0x$(sed -n 's/^CapEff:[[:space:]]*//p' /proc/self/status) >> 25 & 1))" = 1 ]; }
 
 # systemd does not start chrony in a container, whose clock is the host's.
@@ -25,7 +25,7 @@ check() {
         say "chrony does not follow the controller"
         missing=1
     elif must_run && [ -z "$(daemon_pid chronyd)" ]; then
-        say "chronyd does not run"
+        say "chronyd is not running"
         missing=1
     fi
     return "$missing"

@@ -1,10 +1,10 @@
 # shellcheck shell=sh
-# Before each step. A step defines three functions:
-#   check   says what is missing (say) and returns non-zero, changes nothing
-#   apply   brings it about; may run again after it was broken off anywhere
-#   verify  proves it after apply
-# What a step prints goes to standard error; fd 3 carries the lines that the installer reads: `say TEXT`, `result WORD`.
-# Settings before it: NODE, NODES (NAME ADDRESS lines), CONTROLLER, CONTROLLER_ADDRESS, DRY_RUN=yes|no.
+# The common part, before each step. A step defines three functions:
+#   check   reports what is missing (say) and returns non-zero; changes nothing
+#   apply   makes the changes; may run again after an interruption at any point
+#   verify  checks the result of apply
+# What a step prints goes to standard error; fd 3 has the lines that the installer reads: `say TEXT`, `result WORD`.
+# Variables set before it: NODE, NODES (NAME ADDRESS lines), CONTROLLER, CONTROLLER_ADDRESS, DRY_RUN=yes|no.
 
 set -eu
 LC_ALL=C
@@ -42,7 +42,7 @@ write_file() { # PATH MODE OWNER TEXT: whole or not at all
 
 write_block() { # PATH TEXT: the marked block replaced, the rest left as it is
     if grep -qs "^$MARK_BEGIN" "$1" && ! grep -q "^$MARK_END" "$1"; then
-        fail "$1 has the line '$MARK_BEGIN', but none '$MARK_END': write it where the block ends"
+        fail "$1 has the line '$MARK_BEGIN', but not '$MARK_END': add it where the block ends"
     fi
     rest=$(sed "/^$MARK_BEGIN/,/^$MARK_END/d" "$1" 2>/dev/null || true)
     write_file "$1" 0644 root:root "$rest
@@ -53,13 +53,13 @@ $MARK_END
 }
 
 apt_install() {
-    apt-get -q update 3>&- || say "the package lists could not be refreshed; the ones that are there are used"
+    apt-get -q update 3>&- || say "the package lists could not be updated; the existing ones are used"
     # An automatic upgrade may hold the lock for minutes after a machine has started.
     apt-get -q -y --no-install-recommends -o DPkg::Lock::Timeout=600 -o Dpkg::Options::=--force-confold install "$@" 3>&-
 }
 
-# A daemon that kept fd 3 would keep the installer's connection open for as long as it runs.
-start_daemon() { # UNIT COMMAND...: by systemd, or by the command where there is none
+# A daemon that inherits fd 3 would keep the installer's connection open for as long as it runs.
+start_daemon() { # UNIT COMMAND...: with systemd, or by the command where there is no systemd
     unit=$1
     shift
     if has_systemd; then systemctl enable --now "$unit"; else "$@" </dev/null 3>&-; fi
@@ -80,13 +80,13 @@ stop_daemon() { # UNIT NAME
         tries=0
         while kill -0 "$pid" 2>/dev/null; do
             tries=$((tries + 1))
-            if [ "$tries" -gt 300 ]; then fail "$2 (process $pid) does not end"; fi
+            if [ "$tries" -gt 300 ]; then fail "$2 (process $pid) does not stop"; fi
             sleep 0.1
         done
     fi
 }
 
-wait_for() { # SECONDS COMMAND...: in silence
+wait_for() { # SECONDS COMMAND...: without its output
     tries=$(($1 * 5))
     shift
     until "$@" 3>/dev/null >/dev/null; do
@@ -96,7 +96,7 @@ wait_for() { # SECONDS COMMAND...: in silence
     done
 }
 
-last_words_of() { # DAEMON: from its log
+last_errors_of() { # DAEMON: from its log
     grep -E 'error|fatal' "/var/log/slurm/$1.log" 2>/dev/null | tail -n 3 | sed 's/^\[[^]]*\] //' | tr '\n' ' ' || true
 }
 

@@ -4,7 +4,7 @@
 check() {
     out=$(sinfo -h -N -t drain,down,fail -o %N | sort -u | tr '\n' ' ')
     if [ -n "$out" ]; then
-        say "the first job needs all nodes; out of service: $out(sinfo -R says why)"
+        say "the first job needs all nodes; not available: $out(sinfo -R lists the reasons)"
         return 1
     fi
     job=$(mktemp)

@@ -1,5 +1,5 @@
 # shellcheck shell=sh
-# Every node knows every node's address, and calls itself what slurm.conf calls it.
+# Every node has every node's address, and its host name is its name in slurm.conf.
 
 wanted_hosts() { printf '%s\n' "$NODES" | while read -r name address; do printf '%s %s\n' "$address" "$name"; done; }
 
@@ -8,14 +8,14 @@ short_name() { uname -n | cut -d. -f1; }
 # Ubuntu gives a machine's own name to 127.0.1.1, where no other rank can reach it.
 own_loopback() { grep -Eq "^127\.[0-9.]+[[:space:]]+(.*[[:space:]])?$NODE([[:space:]].*)?$" /etc/hosts 2>/dev/null; }
 
-# Lines of somebody's own are left: a second network may be meant. But they come first, and an old address misleads.
+# Other lines stay: they may be for a second network. But they come first, and an old address would win.
 say_other_addresses() {
     sed "/^$MARK_BEGIN/,/^$MARK_END/d" /etc/hosts | while read -r address names; do
         case $address in '#'* | 127.*) continue ;; esac
         for name in ${names%%#*}; do
             wanted=$(printf '%s\n' "$NODES" | sed -n "s/^$name //p")
             if [ -n "$wanted" ] && [ "$wanted" != "$address" ]; then
-                say "/etc/hosts also has a line of your own that gives $name to $address, not $wanted"
+                say "/etc/hosts also has another line that gives $name the address $address, not $wanted"
             fi
         done
     done
@@ -25,7 +25,7 @@ check() {
     missing=0
     say_other_addresses
     if [ "$(short_name)" != "$NODE" ]; then
-        say "the machine calls itself $(short_name), not $NODE"
+        say "the host name is $(short_name), not $NODE"
         missing=1
     fi
     if [ "$(block_of /etc/hosts)" != "$(wanted_hosts)" ]; then
@@ -33,7 +33,7 @@ check() {
         missing=1
     fi
     if own_loopback; then
-        say "/etc/hosts gives $NODE to a loopback address"
+        say "/etc/hosts gives $NODE a loopback address"
         missing=1
     fi
     return "$missing"

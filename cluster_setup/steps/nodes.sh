@@ -1,10 +1,10 @@
 # shellcheck shell=sh
-# On the controller: every node has registered and takes jobs. A node that an administrator has drained stays so.
+# On the controller: every node has registered and accepts jobs. A node drained by an administrator stays drained.
 
 # NODE|STATE|USER|REASON, one line a node
 node_states() { sinfo -h -N -o '%N|%T|%u|%E' | sort -u; }
 
-# Slurm's own: set by slurmctld, whose user is slurm.
+# Those that Slurm itself took out: by slurmctld, whose user is slurm.
 unready() {
     node_states | while IFS='|' read -r name state user reason; do
         case $state in
@@ -19,11 +19,11 @@ unready() {
 
 check() {
     if ! scontrol ping >/dev/null 2>&1; then
-        say "slurmctld does not answer"
+        say "slurmctld does not respond"
         return 1
     fi
     node_states | while IFS='|' read -r name state user reason; do
-        case $state:$user in *drain*:slurm* | *drain*:Unknown*) ;; *drain*) say "$name stays drained by $user: $reason" ;; esac
+        case $state:$user in *drain*:slurm* | *drain*:Unknown*) ;; *drain*) say "$name stays drained, by $user: $reason" ;; esac
     done
     list=$(unready)
     if [ -n "$list" ]; then

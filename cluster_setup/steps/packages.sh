@@ -1,5 +1,5 @@
 # shellcheck shell=sh
-# Slurm and munge from the distribution, unless another packaging is there already.
+# Slurm and munge from the distribution, unless they are already installed from elsewhere.
 
 wanted_packages() {
     command -v munged >/dev/null || echo munge

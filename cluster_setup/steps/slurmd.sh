@@ -1,5 +1,5 @@
 # shellcheck shell=sh
-# slurmd, with the configuration that the controller hands out: no node keeps a copy of its own that could grow old.
+# slurmd, with the configuration that it fetches from the controller: no node keeps a copy that could get old.
 # SLURM_CONF, GRES_CONF, CGROUP_CONF and GPU_CHECK are the files' texts.
 
 server="$CONTROLLER_ADDRESS:6817"
@@ -10,13 +10,13 @@ options_text() {
 }
 
 # Debian's unit does not start without /etc/slurm/slurm.conf, which only the controller has.
-# The driver has to be there first: gres.conf names its device files.
+# The driver has to be loaded first: gres.conf lists its device files.
 unit_text() {
     printf '[Unit]\nConditionPathExists=\nAfter=nvidia-persistenced.service munge.service\n'
 }
 
-# Where slurmd keeps what it was handed.
-handed() {
+# Where slurmd keeps what it fetched.
+fetched() {
     for folder in /run/slurm/conf /var/lib/slurm/slurmd/conf-cache; do
         if [ -e "$folder/$1" ]; then cat "$folder/$1" && return; fi
     done
@@ -25,33 +25,33 @@ handed() {
 check() {
     missing=0
     if ! options_text | cmp -s - /etc/default/slurmd; then
-        say "slurmd is not told to ask the controller for its configuration"
+        say "slurmd is not set to fetch its configuration from the controller"
         missing=1
     fi
     if has_systemd && ! unit_text | cmp -s - /etc/systemd/system/slurmd.service.d/ddp-slurm.conf; then
-        say "slurmd's unit waits for a file that only the controller has"
+        say "slurmd's unit requires a file that only the controller has"
         missing=1
     fi
     if ! printf '%s' "$GPU_CHECK" | cmp -s - /usr/local/sbin/gpu_check.sh || [ ! -x /usr/local/sbin/gpu_check.sh ]; then
-        say "/usr/local/sbin/gpu_check.sh, the health check, is missing or old"
+        say "/usr/local/sbin/gpu_check.sh, the health check, does not exist or is old"
         missing=1
     fi
     if ! is_controller && [ -e /etc/slurm/slurm.conf ]; then
-        say "/etc/slurm/slurm.conf is a copy of its own"
+        say "/etc/slurm/slurm.conf is a separate copy"
         missing=1
     fi
     if [ -z "$(daemon_pid slurmd)" ]; then
-        say "slurmd does not run"
+        say "slurmd is not running"
         missing=1
-    elif [ "$(handed slurm.conf)" != "$SLURM_CONF_TEXT" ] || [ "$(handed gres.conf)" != "$GRES_CONF_TEXT" ] ||
-        [ "$(handed cgroup.conf)" != "$CGROUP_CONF_TEXT" ]; then
+    elif [ "$(fetched slurm.conf)" != "$SLURM_CONF_TEXT" ] || [ "$(fetched gres.conf)" != "$GRES_CONF_TEXT" ] ||
+        [ "$(fetched cgroup.conf)" != "$CGROUP_CONF_TEXT" ]; then
         say "slurmd runs with another configuration"
         missing=1
     fi
     return "$missing"
 }
 
-# Without the newlines at the end, as command substitution leaves the others.
+# Without trailing newlines: command substitution removes them from the fetched ones.
 SLURM_CONF_TEXT=$(printf '%s' "$SLURM_CONF")
 GRES_CONF_TEXT=$(printf '%s' "$GRES_CONF")
 CGROUP_CONF_TEXT=$(printf '%s' "$CGROUP_CONF")
@@ -74,10 +74,10 @@ apply() {
 "
         systemctl daemon-reload
     fi
-    start_daemon slurmd slurmd --conf-server "$server" || say "$(last_words_of slurmd)"
+    start_daemon slurmd slurmd --conf-server "$server" || say "$(last_errors_of slurmd)"
 }
 
 verify() {
-    wait_for 60 check || say "$(last_words_of slurmd)"
+    wait_for 60 check || say "$(last_errors_of slurmd)"
     check
 }

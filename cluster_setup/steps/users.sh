@@ -1,7 +1,7 @@
 # shellcheck shell=sh
-# munge and slurm have the same ids on all nodes, set before the packages would choose some. MUNGE_UID, SLURM_UID.
+# munge and slurm have the same ids on all nodes, set before the packages choose some. MUNGE_UID, SLURM_UID.
 
-# A group of its own, of any number: the packages of Debian and Ubuntu mostly choose another than the user's.
+# A group of the same name, with any id: the packages of Debian and Ubuntu mostly choose another than the user's.
 is_right() { # NAME ID
     [ "$(id -u "$1" 2>/dev/null)" = "$2" ] && [ "$(id -gn "$1" 2>/dev/null)" = "$1" ]
 }
@@ -19,7 +19,7 @@ check() {
     return "$missing"
 }
 
-one_user() { # NAME ID UNIT DAEMON: the files it owns follow its id
+one_user() { # NAME ID UNIT DAEMON: its files get the new id, too
     name=$1
     id=$2
     if is_right "$name" "$id"; then return; fi

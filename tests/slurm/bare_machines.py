@@ -1,7 +1,8 @@
-"""Machines with nothing on them but Debian 12 and sshd: a root, a network and a process tree of its own each.
+"""Machines with nothing but Debian 12 and sshd, each with its own root, network and process tree.
 
-The root is made once by debootstrap and kept, bare, in the cache folder; a machine is an overlay over it. Its packages
-come from a folder that each machine has as its only apt source, since the machines have no way out.
+The root is made once by debootstrap and kept, bare, in the cache folder; a machine is an overlay
+over it. Its packages come from a folder that is each machine's only apt source: the machines have
+no connection to the outside.
 """
 
 import contextlib
@@ -40,7 +41,8 @@ for device in "$@"; do
 done
 """
 
-# Runs as process 1 of its namespaces; $1 lower $2 upper $3 work $4 root $5 packages $6 host name $7 GPUs $8 cgroup hierarchies
+# Runs as process 1 of its namespaces:
+# $1 lower $2 upper $3 work $4 root $5 packages $6 host name $7 GPUs $8 cgroup hierarchies
 INIT = r"""
 set -eu
 mount --make-rprivate /
@@ -54,7 +56,10 @@ mkdir -p dev/pts dev/shm run/sshd srv/packages
 mount -t devpts -o newinstance,ptmxmode=0666 devpts dev/pts
 mount -t tmpfs tmpfs dev/shm
 ln -s pts/ptmx dev/ptmx
-mknod -m 666 dev/null c 1 3; mknod -m 666 dev/zero c 1 5; mknod -m 666 dev/random c 1 8; mknod -m 666 dev/urandom c 1 9
+mknod -m 666 dev/null c 1 3
+mknod -m 666 dev/zero c 1 5
+mknod -m 666 dev/random c 1 8
+mknod -m 666 dev/urandom c 1 9
 ln -s /proc/self/fd dev/fd
 i=0; while [ "$i" -lt "$7" ]; do mknod -m 666 "dev/nvidia$i" c 195 "$i"; i=$((i + 1)); done
 mount --bind "$5" srv/packages
@@ -68,12 +73,16 @@ hostname "$6"
 echo "$6" >etc/hostname
 printf '127.0.0.1 localhost\n127.0.1.1 %s\n' "$6" >etc/hosts
 ip link set lo up
-exec setpriv --bounding-set -sys_time --inh-caps -sys_time chroot . /bin/bash -c '/usr/sbin/sshd -D -e & echo up; wait'
+exec setpriv --bounding-set -sys_time --inh-caps -sys_time \
+    chroot . /bin/bash -c '/usr/sbin/sshd -D -e & echo up; wait'
 """
 
 
 def bare_root() -> tuple[Path, Path]:
-    """The cached root and the folder of packages, made on first use; skips, by name, where they cannot be fetched."""
+    """The cached root and the folder of packages, made on first use.
+
+    Skips the test, with the reason, where they cannot be fetched.
+    """
     root, packages = CACHE / f"bare-{SUITE}", CACHE / f"bare-{SUITE}-packages"
     if root.is_dir() and packages.is_dir():
         return root, packages
@@ -94,7 +103,7 @@ def bare_root() -> tuple[Path, Path]:
         )
         if made.returncode != 0:
             pytest.skip(
-                f"bare Debian machines: debootstrap cannot fetch {SUITE}: {made.stdout.strip().splitlines()[-1:]}"
+                f"bare Debian machines: debootstrap cannot fetch {SUITE}: {_last_line(made.stdout)}"
             )
         fetched = Path(folder) / "packages"
         _fetch_packages(draft, fetched)
@@ -104,13 +113,16 @@ def bare_root() -> tuple[Path, Path]:
 
 
 def _fetch_packages(root: Path, folder: Path) -> None:
-    """Download what the installer will want, make it the root's only apt source, and leave the root as it was."""
+    """Download what the installer needs and make it the root's only apt source.
+
+    Otherwise the root stays unchanged.
+    """
     install = ["apt-get", "-y", "--no-install-recommends", "--download-only", "install", *PACKAGES]
     for command in (["apt-get", "-q", "update"], install):
         done = _quiet(["chroot", str(root), *command])
         if done.returncode != 0:
             pytest.skip(
-                f"bare Debian machines: apt cannot fetch packages: {done.stdout.strip().splitlines()[-1:]}"
+                f"bare Debian machines: apt cannot fetch packages: {_last_line(done.stdout)}"
             )
     folder.mkdir()
     for package in (root / "var/cache/apt/archives").glob("*.deb"):
@@ -122,13 +134,21 @@ def _fetch_packages(root: Path, folder: Path) -> None:
 
 
 def _index_entry(package: Path) -> str:
-    """A package's paragraph of the file Packages, by which apt finds it (wiki.debian.org/DebianRepository/Format)."""
+    """A package's paragraph of the file Packages, where apt finds it.
+
+    Source: wiki.debian.org/DebianRepository/Format.
+    """
     control = subprocess.run(
         ["dpkg-deb", "-f", str(package)], capture_output=True, text=True, check=True
     ).stdout
     content = package.read_bytes()
     checksum = hashlib.sha256(content).hexdigest()
     return f"{control}Filename: ./{package.name}\nSize: {len(content)}\nSHA256: {checksum}\n"
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else "no message"
 
 
 def _quiet(command: list[str]) -> "subprocess.CompletedProcess[str]":
@@ -138,10 +158,10 @@ def _quiet(command: list[str]) -> "subprocess.CompletedProcess[str]":
 
 
 class Machines:
-    """Running machines; ``ssh_folder`` is to be put first on PATH, so that ssh knows their keys."""
+    """Running machines. Put ``ssh_folder`` first on PATH: its ssh accepts their keys."""
 
     def __init__(self, folder: Path, network: int, gpus: dict[str, int]) -> None:
-        """``gpus`` is the number of device files of each machine; ``network`` the third number of 198.18.x.0/24."""
+        """``gpus``: device files of each machine; ``network``: the third number of 198.18.x.0/24."""
         self.folder, self.gpus, self.network = folder, gpus, network
         self.bridge = f"bm{network}"
         self.pids: dict[str, int] = {}
@@ -193,9 +213,13 @@ class Machines:
         tool.chmod(0o755)
         for hierarchy in HIERARCHIES:
             _make_cgroup(CGROUPS / hierarchy / self._cgroup(name))
-        enter = f"for h in {' '.join(HIERARCHIES)}; do echo $$ >{CGROUPS}/$h/{self._cgroup(name)}/cgroup.procs; done; "
-        # killed along with the tests, should they be
-        spaces = "exec setpriv --pdeathsig KILL unshare --fork --kill-child --pid --mount --uts --ipc --net --cgroup -- "
+        procs = f"{CGROUPS}/$h/{self._cgroup(name)}/cgroup.procs"
+        enter = f"for h in {' '.join(HIERARCHIES)}; do echo $$ >{procs}; done; "
+        # it is killed together with the tests
+        spaces = (
+            "exec setpriv --pdeathsig KILL unshare --fork --kill-child "
+            "--pid --mount --uts --ipc --net --cgroup -- "
+        )
         arguments = [root, *layers, packages, name, self.gpus[name], " ".join(HIERARCHIES)]
         process = subprocess.Popen(
             [
@@ -243,7 +267,7 @@ class Machines:
         return f"{self.bridge}-{name}"
 
     def exec(self, name: str, *command: str) -> "subprocess.CompletedProcess[str]":
-        """Run a command inside a machine, not by way of its network."""
+        """Run a command inside a machine, not through its network."""
         spaces = [
             "nsenter",
             "-t",
@@ -260,13 +284,13 @@ class Machines:
         return subprocess.run([*spaces, *command], capture_output=True, text=True, check=False)
 
     def down(self) -> None:
-        """Process 1 takes its machine's processes, mounts and network with it; the rest is taken away here."""
+        """Process 1 ends its machine's processes, mounts and network; this removes the rest."""
         for pid in self.pids.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for process in self._processes:
             process.wait(timeout=60)
-        # The kernel takes its time to drop a dead network namespace, and the links' names with it.
+        # The kernel drops a dead network namespace and the links' names only later.
         for number in range(1, len(self.gpus) + 1):
             _ip("link", "del", f"{self.bridge}-{number}", check=False)
         _ip("link", "del", self.bridge, check=False)
@@ -285,7 +309,7 @@ def _make_cgroup(path: Path) -> None:
 
 
 def _remove_cgroup(path: Path) -> None:
-    """Also those that slurmd made in it; nothing is there when the machine did not get so far."""
+    """Also those that slurmd made in it. Does nothing where it was not made."""
     for folder, _, _ in os.walk(path, topdown=False):
         os.rmdir(folder)
 
@@ -296,7 +320,7 @@ def _ip(*arguments: str, check: bool = True) -> None:
 
 @contextlib.contextmanager
 def machines(folder: Path, network: int, gpus: dict[str, int]) -> Iterator[Machines]:
-    """Machines that are gone, with all that they ran and mounted, when the block ends."""
+    """Machines that are removed, with all that they ran and mounted, when the block ends."""
     if os.geteuid() != 0:
         pytest.skip("bare Debian machines: needs root")
     if not all((CGROUPS / hierarchy / "tasks").exists() for hierarchy in HIERARCHIES):

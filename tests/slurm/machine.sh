@@ -1,6 +1,6 @@
 #!/bin/sh
-# One machine of its own, set up from users' files as the guide says: run under unshare with new network, mount, uts and
-# pid namespaces, so that all of it ends with this script. Slurm's files, munge's and /dev are replaced by fresh ones.
+# A separate machine, set up from users' files as in the guide. Run it under unshare with new network, mount, uts and pid
+# namespaces: all of it ends with this script. Slurm's and munge's files and /dev are replaced by new ones.
 #
 # usage: machine.sh NAME ADDRESS ROOT CONF OUT COMMAND...
 #   ROOT  root folder of the system whose programs are run, / for this one
@@ -51,7 +51,7 @@ wait_until() { # SECONDS COMMAND...
     until "$@" >/dev/null 2>&1; do
         tenths=$((tenths - 1))
         if [ "$tenths" -le 0 ]; then
-            echo "gave up waiting for: $*" >&2
+            echo "not true in time: $*" >&2
             return 1
         fi
         sleep 0.1
@@ -60,16 +60,17 @@ wait_until() { # SECONDS COMMAND...
 # shellcheck disable=SC2317 # wait_until calls it
 is_idle() { inside scontrol -o show node "$name" | grep -q ' State=IDLE '; }
 
-database() { # MariaDB as the guide and slurmdbd.conf say; its settings are those that slurmdbd asks for
+# MariaDB as slurmdbd.conf describes it, with the settings that slurmdbd asks for. As root: the user mysql exists only
+# where the package mariadb-server was installed once.
+database() {
     for folder in var/lib/mysql run/mysqld; do
         mkdir -p "$root/$folder"
         mount -t tmpfs tmpfs "$root/$folder"
-        inside chown mysql: "/$folder"
     done
     chmod 600 "$root/etc/slurm/slurmdbd.conf"
     inside chown slurm: /etc/slurm/slurmdbd.conf
-    inside mariadb-install-db --user=mysql --auth-root-authentication-method=socket >/dev/null
-    inside mariadbd --user=mysql --skip-networking --innodb-buffer-pool-size=4G --innodb-lock-wait-timeout=900 \
+    inside mariadb-install-db --user=root --auth-root-authentication-method=socket >/dev/null
+    inside mariadbd --user=root --skip-networking --innodb-buffer-pool-size=4G --innodb-lock-wait-timeout=900 \
         --innodb-flush-log-at-trx-commit=0 --skip-log-bin --innodb-doublewrite=0 \
         >"$out/mariadb.txt" 2>&1 &
     wait_until 60 inside mariadb -e 'SELECT 1'
@@ -82,7 +83,7 @@ status=0
 {
     inside setpriv --reuid munge --regid munge --clear-groups munged &&
         if [ -e "$conf/slurmdbd.conf" ]; then database; fi &&
-        inside slurmctld && # it becomes SlurmUser by itself, as under systemd
+        inside slurmctld && # it switches to SlurmUser itself, as under systemd
         wait_until 30 inside scontrol ping &&
         inside slurmd --conf-server "$address" &&
         wait_until 60 is_idle &&

@@ -1,7 +1,8 @@
-"""Each of the ten most common set-up faults, planted in one node of a running lab, is found there by the doctor.
+"""Each of the most common set-up errors, planted in one node of a running lab, is found there.
 
-Clock, driver, GPUs and the daemon's version are planted through a stub of the tool that tells of them, since the hosts
-of a lab share one machine; the rest is real: another key, another user file, a packet filter, another configuration.
+Clock, driver, GPUs and the daemon's version are planted through a stub of the tool that reports
+them: the hosts of a lab share one machine. The rest is real: another key, another user file, a
+packet filter, another configuration.
 """
 
 import contextlib
@@ -186,7 +187,7 @@ def another_uid(patient: Patient) -> Iterator[None]:
 
 @contextlib.contextmanager
 def firewall(patient: Patient) -> Iterator[None]:
-    """beta drops what comes for port 6818: a classic BPF program, since netfilter's tools may be missing."""
+    """beta drops packets to port 6818: a classic BPF program, as netfilter's tools may be missing."""
     words = "6,48 0 0 23,21 0 3 6,40 0 0 36,21 0 1 6818,6 0 0 2,6 0 0 4294967295"
     links = patient.lab.exec(
         "beta", ["ls", "/sys/class/net"], capture_output=True, text=True
@@ -204,9 +205,9 @@ def firewall(patient: Patient) -> Iterator[None]:
 
 @contextlib.contextmanager
 def driver_mismatch(patient: Patient) -> Iterator[None]:
-    said = "Failed to initialize NVML: Driver/library version mismatch"
+    message = "Failed to initialize NVML: Driver/library version mismatch"
     patient.before = path_before(
-        patient, patient.stub("driver", "nvidia-smi", f"echo '{said}'; exit 18")
+        patient, patient.stub("driver", "nvidia-smi", f"echo '{message}'; exit 18")
     )
     yield
 
@@ -228,7 +229,7 @@ def configuration_drift(patient: Patient) -> Iterator[None]:
 
 
 Plant = Callable[[Patient], contextlib.AbstractContextManager[None]]
-FAULTS: list[tuple[Plant, str, str]] = [
+ERRORS: list[tuple[Plant, str, str]] = [
     (version_skew, "Slurm release", "21.08.5 on beta"),
     (no_cgroup_plugin, "cgroup plugin", "no plugin for it"),
     (memory_overstated, "hardware", "has 2000000 MiB of memory"),
@@ -243,14 +244,14 @@ FAULTS: list[tuple[Plant, str, str]] = [
 ]
 
 
-def test_a_healthy_lab_has_no_findings(patient: Patient) -> None:
+def test_doctor_finds_nothing_in_a_healthy_lab(patient: Patient) -> None:
     assert patient.findings() == []
 
 
 @pytest.mark.parametrize(
-    ("plant", "check", "cause"), FAULTS, ids=[plant.__name__ for plant, _, _ in FAULTS]
+    ("plant", "check", "cause"), ERRORS, ids=[plant.__name__ for plant, _, _ in ERRORS]
 )
-def test_the_planted_fault_is_found_on_its_node(
+def test_doctor_finds_a_planted_error_on_its_node(
     patient: Patient, plant: Plant, check: str, cause: str
 ) -> None:
     with plant(patient):
@@ -259,10 +260,10 @@ def test_the_planted_fault_is_found_on_its_node(
     assert hits, findings
     assert {f.nodes for f in hits} == {("beta",)}
     assert all(f.severity is Severity.ERROR and f.fix for f in hits)
-    assert {node for f in findings for node in f.nodes} == {"beta"}, "a healthy node is blamed"
+    assert {node for f in findings for node in f.nodes} == {"beta"}, "a healthy node is reported"
 
 
-def test_a_node_that_slurm_drained_for_its_memory(patient: Patient) -> None:
+def test_doctor_explains_a_drain_for_low_memory(patient: Patient) -> None:
     reason = "Low RealMemory (reported:24000 < 100.00% of configured:30000)"
     patient.lab.run(
         ["scontrol", "update", "nodename=beta", "state=drain", f"reason={reason}"], check=True
@@ -279,17 +280,17 @@ def test_a_node_that_slurm_drained_for_its_memory(patient: Patient) -> None:
     assert "ddp-slurm cluster probe" in finding.fix
 
 
-def test_a_node_that_is_off(patient: Patient) -> None:
+def test_doctor_finds_a_node_that_is_off(patient: Patient) -> None:
     patient.lab.kill("alpha")
     try:
         found = patient.findings()
     finally:
         patient.lab.revive("alpha")
-    silent = [f for f in found if f.check == "firewall" and f.nodes == ("alpha",)]
-    assert {f.cause.split()[0] for f in silent} == {"gamma", "beta"}
+    not_responding = [f for f in found if f.check == "firewall" and f.nodes == ("alpha",)]
+    assert {f.cause.split()[0] for f in not_responding} == {"gamma", "beta"}
 
 
-def test_srun_reaches_the_nodes_too(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_by_srun_runs_on_the_node(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_CONF", str(patient.lab.slurm_conf))
     line = 'echo "$(uname -n) GPUs $CUDA_VISIBLE_DEVICES $(cat)"; exit 3'
     done = run_by_srun(patient.cluster.nodes[1], ["sh", "-c", line], input=b"a b")

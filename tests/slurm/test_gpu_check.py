@@ -1,4 +1,4 @@
-"""The health check on a live node: a GPU that is gone drains it, and its return takes it back."""
+"""The health check on a live node: a missing GPU drains it, its return resumes it."""
 
 import os
 from collections.abc import Callable
@@ -20,7 +20,7 @@ nodes:
 
 @pytest.fixture
 def check(make_lab: Callable[..., Lab], tmp_path: Path) -> Check:
-    """``check(node, nvidia_smi)``: whether the node is drained after a check with such an nvidia-smi, and the reason."""
+    """``check(node, nvidia_smi)``: run it with that nvidia-smi; whether the node is drained, and why."""
     lab = make_lab(CLUSTER)
     lab.run(["scontrol", "update", "NodeName=beta", "State=DRAIN", "Reason=fan"], check=True)
     tool = tmp_path / "bin" / "nvidia-smi"
@@ -48,7 +48,7 @@ def gpus(count: int) -> str:
     return "\n".join(f"echo 'GPU {n}: NVIDIA A100 (UUID: GPU-{n})'" for n in range(count))
 
 
-def test_a_lost_gpu_drains_and_its_return_resumes(check: Check) -> None:
+def test_gpu_check_drains_and_resumes(check: Check) -> None:
     assert check("alpha", gpus(3)) == (False, "")
     lost = (True, "gpu_check: 2 of 3 GPUs answer")
     assert check("alpha", gpus(2)) == lost
@@ -56,6 +56,6 @@ def test_a_lost_gpu_drains_and_its_return_resumes(check: Check) -> None:
         "the first reason stays"
     )
     assert check("alpha", gpus(3)) == (False, "")
-    assert check("beta", gpus(1)) == (True, "fan"), "what an admin said stays"
+    assert check("beta", gpus(1)) == (True, "fan"), "the reason of an administrator stays"
     assert check("beta", gpus(2)) == (True, "fan")
-    assert check("login", "exit 9") == (False, ""), "no GPUs are promised here"
+    assert check("login", "exit 9") == (False, ""), "no GPUs are configured here"

@@ -1,4 +1,4 @@
-"""`ddp-slurm cluster install` on three bare Debian machines: one command from nothing to the first heterogeneous job."""
+"""`ddp-slurm cluster install` on three bare Debian machines: from nothing to the first het job."""
 
 import json
 import os
@@ -16,15 +16,20 @@ GPUS = {"gamma": 1, "alpha": 2, "beta": 1}
 RANKS = ["rank 0 on gamma", "rank 1 on alpha", "rank 2 on alpha", "rank 3 on beta"]
 pytestmark = pytest.mark.timeout(1200)
 
-# Everything that an installation decides, without what differs by nature: the key, logs, caches and times.
+# Everything that an installation decides; not the key, logs, caches and times, which differ.
 STATE = r"""
 cd /
-find etc/slurm etc/munge etc/chrony/chrony.conf etc/default/slurmd etc/hosts etc/hostname var/lib/slurm -maxdepth 1 \
+find etc/slurm etc/munge etc/chrony/chrony.conf etc/default/slurmd etc/hosts etc/hostname \
+    var/lib/slurm -maxdepth 1 \
     ! -name '*_state*' ! -name 'last_*' ! -name 'clustername' ! -name '*.xml' ! -name 'slurmctld' \
     -printf '%p %M %u:%g\n' | sort
 getent passwd munge slurm
-cat etc/hosts etc/chrony/chrony.conf etc/default/slurmd run/slurm/conf/slurm.conf run/slurm/conf/gres.conf run/slurm/conf/cgroup.conf
-for daemon in chronyd munged slurmctld slurmd; do pidof -s $daemon >/dev/null && echo "$daemon runs"; done
+cat etc/hosts etc/chrony/chrony.conf etc/default/slurmd
+cd run/slurm/conf
+cat slurm.conf gres.conf cgroup.conf
+for daemon in chronyd munged slurmctld slurmd; do
+    pidof -s $daemon >/dev/null && echo "$daemon runs"
+done
 true
 """
 
@@ -93,7 +98,7 @@ def installed(cluster: Cluster) -> "subprocess.CompletedProcess[str]":
     return cluster.install()
 
 
-def test_one_command_from_nothing_to_the_first_het_job(
+def test_install_from_nothing_to_the_first_het_job(
     cluster: Cluster, installed: "subprocess.CompletedProcess[str]"
 ) -> None:
     assert installed.returncode == 0, installed.stdout + installed.stderr
@@ -115,7 +120,7 @@ def test_one_command_from_nothing_to_the_first_het_job(
     ]
 
 
-def test_the_second_run_changes_nothing(
+def test_install_twice_changes_nothing(
     cluster: Cluster, installed: "subprocess.CompletedProcess[str]"
 ) -> None:
     before, daemons = cluster.state(), cluster.daemons()
@@ -127,7 +132,7 @@ def test_the_second_run_changes_nothing(
     assert cluster.daemons() == daemons
 
 
-def test_a_change_in_one_place_is_the_only_one_mended(
+def test_install_fixes_only_what_has_changed(
     cluster: Cluster, installed: "subprocess.CompletedProcess[str]"
 ) -> None:
     before = cluster.state()
@@ -135,20 +140,20 @@ def test_a_change_in_one_place_is_the_only_one_mended(
     cluster.running.exec(
         "alpha", "scontrol", "update", "nodename=gamma", "state=down", "reason=planted"
     )
-    mended = cluster.install()
-    changed = [line.split()[:2] for line in mended.stdout.splitlines() if line.endswith(" changed")]
-    assert changed == [["munge", "beta"]], mended.stdout + mended.stderr
-    assert "gamma" in mended.stdout
+    fixed = cluster.install()
+    changed = [line.split()[:2] for line in fixed.stdout.splitlines() if line.endswith(" changed")]
+    assert changed == [["munge", "beta"]], fixed.stdout + fixed.stderr
+    assert "gamma" in fixed.stdout
     cluster.running.exec("alpha", "scontrol", "update", "nodename=gamma", "state=resume")
     assert cluster.state() == before
 
 
-def test_the_doctor_and_the_probe_see_the_machines_over_ssh(
+def test_doctor_and_probe_work_over_ssh(
     cluster: Cluster, installed: "subprocess.CompletedProcess[str]", tmp_path: Path
 ) -> None:
-    said = json.loads(cluster.call("doctor", "--cluster", str(cluster.file), "--json").stdout)
-    # No Python is what these machines really lack.
-    assert [(f["check"], f["severity"]) for f in said["findings"] if f["severity"] != "ok"] == [
+    report = json.loads(cluster.call("doctor", "--cluster", str(cluster.file), "--json").stdout)
+    # These machines really have no Python.
+    assert [(f["check"], f["severity"]) for f in report["findings"] if f["severity"] != "ok"] == [
         ("torch", "warning"),
         ("versions", "skipped"),
     ]
@@ -166,7 +171,7 @@ def test_the_doctor_and_the_probe_see_the_machines_over_ssh(
     assert copy.read_text() == cluster.file.read_text()
 
 
-def test_broken_off_in_the_middle_it_ends_the_same(
+def test_install_after_an_interruption_ends_the_same(
     cluster: Cluster, installed: "subprocess.CompletedProcess[str]", tmp_path: Path
 ) -> None:
     with machines(tmp_path, 190 + os.getpid() % 60, GPUS) as running:

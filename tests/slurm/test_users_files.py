@@ -1,4 +1,7 @@
-"""The very files that ``cluster configs`` prints, without the lab's changes: real paths, users, cgroups, configless."""
+"""The files that ``cluster configs`` prints, without the lab's changes.
+
+Real paths, users, control groups, and configuration fetched by slurmd.
+"""
 
 import os
 import shutil
@@ -24,7 +27,7 @@ exec srun --ntasks=2 --gres=gpu:titan:1 --mem=100M sh -c '
 
 @pytest.fixture
 def machine_name() -> Iterator[str]:
-    """Of a machine whose control groups are removed at the end: they are the kernel's, in no namespace."""
+    """Of a machine whose control groups are removed at the end: no namespace contains them."""
     if not (CGROUPS / "freezer").is_dir() or not (CGROUPS / "devices").is_dir():
         pytest.skip("no cgroup v1 here, and with v2 slurmd has to be started by systemd")
     name = f"users{os.getpid()}"
@@ -39,8 +42,10 @@ def machine_name() -> Iterator[str]:
 def run_on_machine(
     machine_name: str, tmp_path: Path
 ) -> Callable[..., "subprocess.CompletedProcess[str]"]:
-    """``run_on_machine(release, program, slurmdbd=False)``: a machine with the files of its own cluster.yaml; the
-    daemons' logs are in ``tmp_path / "out"``."""
+    """``run_on_machine(release, program, slurmdbd=False)``, with the files of its own cluster.yaml.
+
+    The daemons' logs are in ``tmp_path / "out"``.
+    """
     if not shutil.which("setpriv"):
         pytest.skip("setpriv (util-linux) is not installed")
 
@@ -53,7 +58,8 @@ def run_on_machine(
         )
         file, conf, out = tmp_path / "cluster.yaml", tmp_path / "conf", tmp_path / "out"
         file.write_text(
-            f"nodes:\n  - {{name: {machine_name}, gpus: {{type: titan, count: 2}}, cpus: {os.cpu_count()}, "
+            f"nodes:\n  - {{name: {machine_name}, gpus: {{type: titan, count: 2}}, "
+            f"cpus: {os.cpu_count()}, "
             f"memory: {memory_mb}M, features: [cc75]}}\n"
         )
         write_configs(
@@ -91,7 +97,7 @@ def run_on_machine(
 
 
 @pytest.mark.timeout(900)  # a release's root may have to be made first
-def test_a_machine_set_up_with_the_files(
+def test_users_files_run_on_a_machine(
     release: tuple[str, Path | None],
     run_on_machine: Callable[..., "subprocess.CompletedProcess[str]"],
     tmp_path: Path,
@@ -109,7 +115,7 @@ def test_a_machine_set_up_with_the_files(
     ):
         assert setting in done.stdout
     assert "gres.conf" in done.stdout, "slurmd has fetched the files from slurmctld"
-    # Both tasks may open the GPU of their job (that there is no driver behind it is another fault), but not the other.
+    # Both tasks may open the GPU of their job (it has no driver: another error), but not the other.
     devices = [
         line.removeprefix("device: ")
         for line in done.stdout.splitlines()
@@ -121,13 +127,18 @@ def test_a_machine_set_up_with_the_files(
 
 ACCOUNTING = """
 srun --ntasks=1 --gres=gpu:titan:2 true
-until sacct --allocations --noheader --parsable2 --format=State,AllocTRES --starttime=now-1hours | grep COMPLETED
-do i=$((${i:-0} + 1)); [ $i -lt 900 ]; sleep 0.1; done
+until sacct --allocations --noheader --parsable2 --format=State,AllocTRES \
+    --starttime=now-1hours | grep COMPLETED
+do
+    i=$((${i:-0} + 1))
+    [ $i -lt 900 ]
+    sleep 0.1
+done
 """
 
 
 @pytest.mark.timeout(300)
-def test_accounting_with_the_database_file(
+def test_users_files_run_accounting(
     run_on_machine: Callable[..., "subprocess.CompletedProcess[str]"],
     needs_lab: None,
     tmp_path: Path,

@@ -87,7 +87,7 @@ def nodes_of(text: str) -> dict[str, dict[str, str]]:
 
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("installation", [USERS_MACHINES, LAB], ids=["users", "lab"])
-def test_every_line_is_known_to_the_release_and_has_a_reason(
+def test_lines_are_known_to_the_release_and_have_reasons(
     cluster: Cluster, release: str, installation: Installation
 ) -> None:
     known = known_options(release)
@@ -118,12 +118,12 @@ def test_every_line_is_known_to_the_release_and_has_a_reason(
 
 
 @pytest.mark.parametrize("option", ["CgroupAutomount", "CgroupReleaseAgentDir", "TaskAffinity"])
-def test_what_stops_a_daemon_is_not_known(option: str) -> None:
+def test_options_that_stop_a_daemon_are_not_known(option: str) -> None:
     assert option in known_options("20.11")
     assert option not in known_options("22.05")
 
 
-def test_options_by_release(cluster: Cluster) -> None:
+def test_options_depend_on_the_release(cluster: Cluster) -> None:
     def written(release: str, installation: Installation) -> tuple[str, str]:
         files = render_configs(cluster, slurm_version=release, installation=installation)
         plugin = re.search(r"^CgroupPlugin=(\S+)", files["cgroup.conf"], re.MULTILINE)
@@ -140,7 +140,7 @@ def test_options_by_release(cluster: Cluster) -> None:
     assert written("24.05", LAB) == written("24.11", LAB) == ("disabled", "node_reg_mem_percent=95")
 
 
-def test_the_lines_that_het_jobs_and_gpus_need(cluster: Cluster) -> None:
+def test_slurm_conf_has_what_het_jobs_and_gpus_need(cluster: Cluster) -> None:
     files = render_configs(cluster)
     conf = files["slurm.conf"]
     expected = {
@@ -173,7 +173,7 @@ def test_the_lines_that_het_jobs_and_gpus_need(cluster: Cluster) -> None:
     assert "HealthCheckProgram" not in conf
 
 
-def test_nodes(cluster: Cluster) -> None:
+def test_slurm_conf_nodes(cluster: Cluster) -> None:
     nodes = nodes_of(render_configs(cluster)["slurm.conf"])
     assert list(nodes) == [node.name for node in cluster.nodes]
     for node in cluster.nodes:
@@ -196,7 +196,7 @@ def test_nodes(cluster: Cluster) -> None:
     assert (by_weight[0], by_weight[-1]) == ("login", "alpha")
 
 
-def test_ipv6(cluster: Cluster, load: Callable[[str], Cluster]) -> None:
+def test_slurm_conf_with_ipv6(cluster: Cluster, load: Callable[[str], Cluster]) -> None:
     old, new = (
         render_configs(load(CLUSTER.replace("192.168.8.151", '"fd00::5"')), slurm_version=release)[
             "slurm.conf"
@@ -214,7 +214,7 @@ def test_ipv6(cluster: Cluster, load: Callable[[str], Cluster]) -> None:
     assert "CommunicationParameters" not in render_configs(cluster)["slurm.conf"]
 
 
-def test_weights_keep_the_big_cards_for_last(load: Callable[[str], Cluster]) -> None:
+def test_weights_put_large_cards_last(load: Callable[[str], Cluster]) -> None:
     def order(*nodes: str) -> list[str]:
         items = "".join(f"  - {{cpus: 8, memory: 8G, {node}}}\n" for node in nodes)
         lines = nodes_of(render_configs(load(f"nodes:\n{items}"))["slurm.conf"])
@@ -234,7 +234,7 @@ def test_weights_keep_the_big_cards_for_last(load: Callable[[str], Cluster]) -> 
     assert order(big, many, small) == ["a", "c", "b"], "by count where one does not say its memory"
 
 
-def test_a_gres_line_for_each_model_with_its_device_files(cluster: Cluster) -> None:
+def test_gres_conf_has_a_line_for_each_model(cluster: Cluster) -> None:
     lines = lines_of(render_configs(cluster)["gres.conf"])
     files = {(line["NodeName"], line.get("Type")): expand_hostlist(line["File"]) for line in lines}
     assert files == {
@@ -246,7 +246,7 @@ def test_a_gres_line_for_each_model_with_its_device_files(cluster: Cluster) -> N
     }
 
 
-def test_partitions(cluster: Cluster, load: Callable[[str], Cluster]) -> None:
+def test_slurm_conf_partitions(cluster: Cluster, load: Callable[[str], Cluster]) -> None:
     def partitions(cluster: Cluster) -> dict[str, tuple[list[str], str]]:
         lines = [
             line
@@ -260,19 +260,19 @@ def test_partitions(cluster: Cluster, load: Callable[[str], Cluster]) -> None:
 
     everyone = [node.name for node in cluster.nodes]
     assert partitions(cluster) == {"all": (everyone, "YES"), "big": (["alpha"], "NO")}
-    told = load(
+    named = load(
         CLUSTER.replace("partition: big", "partition: a")
         .replace("memory: 30G", "memory: 30G, partition: b")
         .replace("memory: 60G", "memory: 60G, partition: b")
     )
-    assert partitions(told) == {
+    assert partitions(named) == {
         "b": (["gamma", "beta", "amd01", "amd02"], "YES"),
         "a": (["alpha"], "NO"),
         "all": (["login"], "NO"),
     }
 
 
-def test_the_lab_differs_where_one_machine_cannot_do_otherwise(cluster: Cluster) -> None:
+def test_slurm_conf_of_the_lab(cluster: Cluster) -> None:
     files = render_configs(cluster, installation=LAB)
     conf = files["slurm.conf"]
     assert option(conf, "SlurmctldHost") == "controller(198.18.0.254)"
@@ -286,7 +286,7 @@ def test_the_lab_differs_where_one_machine_cannot_do_otherwise(cluster: Cluster)
     assert all(line["File"].startswith("/lab/dev/nvidia") for line in lines_of(files["gres.conf"]))
 
 
-def test_slurmdbd_and_the_database_go_together(cluster: Cluster) -> None:
+def test_slurmdbd_conf_goes_with_accounting(cluster: Cluster) -> None:
     without, with_database = render_configs(cluster), render_configs(cluster, slurmdbd=True)
     assert "AccountingStorage" not in without["slurm.conf"], (
         "AccountingStorageTRES without slurmdbd stops slurmctld"
@@ -320,7 +320,7 @@ def test_slurmdbd_and_the_database_go_together(cluster: Cluster) -> None:
         (("name: login", "name: DEFAULT"), "node 'DEFAULT': a node cannot be called 'DEFAULT'"),
     ],
 )
-def test_what_cannot_be_configured(
+def test_render_configs_refuses_impossible_nodes(
     load: Callable[[str], Cluster], change: tuple[str, str], message: str
 ) -> None:
     with pytest.raises(DdpSlurmError, match=re.escape(message)):
@@ -328,7 +328,7 @@ def test_what_cannot_be_configured(
 
 
 @pytest.mark.parametrize("program", ["gpu_check", "/bin/a b", "/bin/x\nReturnToService=0"])
-def test_the_health_check_is_a_full_path(cluster: Cluster, program: str) -> None:
+def test_health_check_must_be_a_full_path(cluster: Cluster, program: str) -> None:
     with pytest.raises(ConfigsError, match="expected the full path"):
         render_configs(cluster, health_check=program)
 
@@ -342,14 +342,12 @@ def test_the_health_check_is_a_full_path(cluster: Cluster, program: str) -> None
         ("22.05\n", "is not a Slurm version"),
     ],
 )
-def test_releases_that_are_refused(version: str, message: str) -> None:
+def test_slurm_release_refuses(version: str, message: str) -> None:
     with pytest.raises(SlurmReleaseError, match=message):
         slurm_release(version)
 
 
-def test_files_are_written_whole_and_the_database_file_for_its_owner_only(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_write_configs_hides_the_database_file(cluster: Cluster, tmp_path: Path) -> None:
     files = render_configs(cluster, slurmdbd=True)
     folder = tmp_path / "new" / "etc"
     paths = write_configs(files, folder)
@@ -371,7 +369,7 @@ def ddp_slurm(*words: str) -> str:
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
-def test_the_command_prints_or_writes_the_files(cluster: Cluster, tmp_path: Path) -> None:
+def test_configs_command_prints_or_writes(cluster: Cluster, tmp_path: Path) -> None:
     arguments = [
         "cluster",
         "configs",

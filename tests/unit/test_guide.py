@@ -1,4 +1,4 @@
-"""The set-up guide: every command block is run or parsed, every option in it exists, every link leads somewhere."""
+"""The set-up guide: every command block runs or parses, every option and link in it exists."""
 
 import itertools
 import os
@@ -58,7 +58,7 @@ KNOWN_COMMANDS = {
     "useradd",
     "pip",
 }
-"""Commands of the guide, each looked up in its manual page once; a new one is a typing error until it stands here."""
+"""Commands of the guide, each checked once in its manual page. A new one must be added here."""
 
 
 @dataclass(frozen=True)
@@ -107,13 +107,13 @@ def commands(text: str) -> list[list[str]]:
     return [command for command in words if command[0] not in ("for",)]
 
 
-def test_the_blocks_are_of_known_kinds() -> None:
+def test_guide_blocks_are_of_known_kinds() -> None:
     assert {block.info for block in blocks()} == {"bash", "bash run", "yaml"}
     assert len(SHELL) > 20
 
 
 @pytest.mark.parametrize("block", SHELL, ids=lambda block: f"line{block.line}")
-def test_every_block_is_a_clean_script_of_known_commands(block: Block) -> None:
+def test_guide_blocks_are_clean_scripts(block: Block) -> None:
     subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
     if shutil.which("shellcheck"):
         done = subprocess.run(
@@ -142,13 +142,13 @@ def called() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("call", called(), ids=" ".join)
-def test_every_call_of_ddp_slurm_parses(call: list[str]) -> None:
+def test_guide_calls_of_ddp_slurm_parse(call: list[str]) -> None:
     words = list(itertools.takewhile(lambda word: not word.startswith(">"), call[1:]))
     _, unknown = make_parser(words).parse_known_args(words)
     assert not unknown
 
 
-def test_the_yaml_is_a_cluster(tmp_path: Path) -> None:
+def test_guide_yaml_is_a_cluster(tmp_path: Path) -> None:
     (block,) = [block for block in blocks() if block.info == "yaml"]
     file = tmp_path / "cluster.yaml"
     file.write_text(block.text)
@@ -156,7 +156,7 @@ def test_the_yaml_is_a_cluster(tmp_path: Path) -> None:
     assert sum(node.gpu_count for node in cluster.nodes) == 7
 
 
-def test_the_blocks_marked_so_run_and_do_what_they_say(tmp_path: Path) -> None:
+def test_guide_runnable_blocks_run(tmp_path: Path) -> None:
     (cluster,) = [block for block in blocks() if block.info == "yaml"]
     (tmp_path / "cluster.yaml").write_text(cluster.text)
     environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -182,7 +182,7 @@ def test_the_blocks_marked_so_run_and_do_what_they_say(tmp_path: Path) -> None:
     ]
 
 
-def test_the_upgrade_block_list_is_what_apt_reads(tmp_path: Path) -> None:
+def test_guide_package_blacklist_is_read_by_apt(tmp_path: Path) -> None:
     if shutil.which("apt-config") is None:
         pytest.skip("no apt here")
     (text,) = re.findall(r"<<'END'\n(.*?\n)END\n", TEXT, flags=re.S)
@@ -200,14 +200,14 @@ def test_the_upgrade_block_list_is_what_apt_reads(tmp_path: Path) -> None:
     ] == []
 
 
-def test_every_step_of_the_installer_is_explained_in_order() -> None:
+def test_guide_explains_every_step_in_order() -> None:
     rows = re.findall(r"^\| `(\w+)` \| .* \| (all|controller) \|$", TEXT, flags=re.M)
     assert rows == [
         (step.name, "controller" if step.on_controller_only else "all") for step in STEPS
     ]
 
 
-def test_the_releases_called_usable_are_those_the_generator_writes_for() -> None:
+def test_guide_usable_releases_are_supported() -> None:
     rows = re.findall(r"^\| (?:Ubuntu|Debian)[^|]*\| ([0-9.]+) \| (\w+)", TEXT, flags=re.M)
     assert len(rows) == 7
     for release, use in rows:
@@ -215,7 +215,7 @@ def test_the_releases_called_usable_are_those_the_generator_writes_for() -> None
     assert {release for release, use in rows if use == "yes"} <= set(RELEASES)
 
 
-def test_every_link_leads_somewhere() -> None:
+def test_guide_links_exist() -> None:
     anchors = {
         re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-")
         for h in re.findall(r"^#+ (.*)$", TEXT, flags=re.M)

@@ -1,4 +1,7 @@
-"""The installer's own part: what is asked, in which order, what travels where. The steps run in tests/slurm."""
+"""The installer's own part: what is asked, in which order, what goes where.
+
+The steps themselves run in tests/slurm.
+"""
 
 import base64
 import os
@@ -43,7 +46,7 @@ CLUSTER = Cluster(
 
 
 class Nodes:
-    """Stands for the nodes: takes each step's script, remembers it, and answers as told."""
+    """A runner in place of the nodes: keeps the scripts and gives the answers of ``answer``."""
 
     def __init__(
         self,
@@ -69,7 +72,8 @@ class Nodes:
         if "ASK_KEY=" in text:
             return Answer(
                 0,
-                f"fact munge_uid \nfact slurm_uid \nfact slurm_version {self.versions[node.name]}\n",
+                "fact munge_uid \nfact slurm_uid \n"
+                f"fact slurm_version {self.versions[node.name]}\n",
                 "",
             )
         purpose = {step_script(step.name, {}, ""): step.name for step in STEPS}
@@ -79,7 +83,7 @@ class Nodes:
         return self.answer(step, node.name)
 
 
-def test_steps_run_in_order_and_the_controllers_on_it_alone() -> None:
+def test_steps_run_in_order_on_their_nodes() -> None:
     nodes = Nodes()
     install(CLUSTER, runner=nodes)
     assert list(dict.fromkeys(step for step, _ in nodes.ran)) == [step.name for step in STEPS]
@@ -93,7 +97,7 @@ def test_steps_run_in_order_and_the_controllers_on_it_alone() -> None:
     ]
 
 
-def test_a_part_of_the_steps_and_nodes() -> None:
+def test_install_only_some_steps_and_nodes() -> None:
     nodes = Nodes()
     install(CLUSTER, steps=["munge", "slurmctld", "hosts"], nodes=["gamma"], runner=nodes)
     assert nodes.ran == [("hosts", "gamma"), ("munge", "gamma")]
@@ -103,7 +107,7 @@ def test_a_part_of_the_steps_and_nodes() -> None:
         install(CLUSTER, nodes=["gama"], runner=nodes)
 
 
-def test_a_node_that_is_off_stops_only_what_needs_it() -> None:
+def test_install_continues_without_an_unneeded_node() -> None:
     class WithoutLogin(Nodes):
         def __call__(self, node: Node, *words: object, **named: object) -> Answer:
             if node.name == "login":
@@ -122,7 +126,7 @@ def test_a_node_that_is_off_stops_only_what_needs_it() -> None:
     assert nodes.ran == []
 
 
-def test_the_key_is_made_once_and_travels_on_standard_input_to_its_step_alone() -> None:
+def test_munge_key_reaches_only_its_step_by_stdin() -> None:
     nodes = Nodes()
     install(CLUSTER, runner=nodes)
     lines = {
@@ -138,7 +142,7 @@ def test_the_key_is_made_once_and_travels_on_standard_input_to_its_step_alone() 
     assert {step for (step, _), text in nodes.scripts.items() if key in text} == {"munge"}
 
 
-def test_a_step_that_fails_is_the_last() -> None:
+def test_install_stops_after_a_failed_step() -> None:
     def answer(step: str, node: str) -> Answer:
         if (step, node) == ("packages", "gamma"):
             return Answer(100, "say not installed: munge\n", "E: Unable to locate package munge\n")
@@ -148,16 +152,16 @@ def test_a_step_that_fails_is_the_last() -> None:
 
     nodes = Nodes(answer=answer)
     seen: list[Outcome] = []
-    with pytest.raises(InstallError) as fault:
+    with pytest.raises(InstallError) as error:
         install(CLUSTER, runner=nodes, report=seen.append)
-    assert "step packages failed" in str(fault.value)
-    assert "gamma: not installed: munge; E: Unable to locate package munge" in str(fault.value)
-    assert "login: cannot be reached" in str(fault.value)
+    assert "step packages failed" in str(error.value)
+    assert "gamma: not installed: munge; E: Unable to locate package munge" in str(error.value)
+    assert "login: cannot be reached" in str(error.value)
     assert nodes.ran[-1][0] == "packages"
     assert Outcome("packages", "alpha", "changed", ("why",)) in seen
 
 
-def test_different_releases_are_refused_before_anything_is_changed() -> None:
+def test_install_refuses_different_releases_first() -> None:
     nodes = Nodes({"gamma": "21.08.5", "alpha": "23.11.4", "login": "23.11.4"})
     with pytest.raises(
         InstallError, match=r"different Slurm releases: gamma 21\.08\.5, alpha 23\.11\.4"
@@ -168,7 +172,7 @@ def test_different_releases_are_refused_before_anything_is_changed() -> None:
         install(CLUSTER, runner=Nodes({"gamma": "22.05.8", "alpha": "22.05.2", "login": ""}))
 
 
-def test_a_node_that_others_cannot_reach_by_its_address_is_refused() -> None:
+def test_install_refuses_loopback_addresses() -> None:
     for node, cause in (
         (Node("localhost"), "is 127.0.0.1 here|is ::1 here"),
         (Node("no-such-host.invalid"), "no address here"),
@@ -177,7 +181,7 @@ def test_a_node_that_others_cannot_reach_by_its_address_is_refused() -> None:
             install(Cluster("lab", (node,)), runner=Nodes())
 
 
-def test_ipv6_is_refused_where_slurm_cannot_do_with_it() -> None:
+def test_install_refuses_ipv6_before_24_11() -> None:
     cluster = replace(
         CLUSTER, nodes=(*CLUSTER.nodes[:2], CLUSTER.nodes[2]._replace(address="fd00::4"))
     )
@@ -191,7 +195,7 @@ def test_ipv6_is_refused_where_slurm_cannot_do_with_it() -> None:
     install(cluster, runner=Nodes(dict.fromkeys(nodes.versions, "24.11.5")))
 
 
-def test_a_name_with_addresses_of_both_kinds_gives_the_one_that_slurm_is_told(
+def test_install_prefers_the_ipv4_address_of_a_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answers = [
@@ -208,7 +212,7 @@ def test_a_name_with_addresses_of_both_kinds_gives_the_one_that_slurm_is_told(
     assert "NODES='a 192.0.2.1'" in nodes.scripts["hosts", "a"]
 
 
-def test_what_a_login_shell_prints_is_passed_over() -> None:
+def test_install_skips_what_a_login_shell_prints() -> None:
     class Chatty(Nodes):
         def __call__(self, node: Node, *words: object, **named: object) -> Answer:
             answer = super().__call__(node, *words, **named)  # type: ignore[arg-type]
@@ -216,13 +220,13 @@ def test_what_a_login_shell_prints_is_passed_over() -> None:
 
     assert {outcome.result for outcome in install(CLUSTER, runner=Chatty())} == {"ok"}
     body = step_script("before", {}, "").partition("\n# shellcheck")[0]
-    told = subprocess.run(
+    done = subprocess.run(
         ["sh", "-c", f"printf title; {body}; echo result ok"], capture_output=True, text=True
     )
-    assert "result ok" in told.stdout.splitlines()
+    assert "result ok" in done.stdout.splitlines()
 
 
-def test_an_installer_that_is_at_work_already_is_named() -> None:
+def test_install_reports_another_running_installer() -> None:
     with pytest.raises(
         InstallError,
         match=r"gamma: another installer has been running there for 15 minutes \(/run/",
@@ -236,21 +240,24 @@ def test_an_installer_that_is_at_work_already_is_named() -> None:
 
 
 @pytest.mark.parametrize(("size", "line"), [("128", "fact munge_key S0VZ"), ("0", None)])
-def test_a_cluster_keeps_its_munge_key(tmp_path: Path, size: str, line: str | None) -> None:
+def test_munge_key_of_a_running_cluster_is_kept(
+    tmp_path: Path, size: str, line: str | None
+) -> None:
     body = f"""ASK_KEY=yes
     stat() {{ echo {size}; }}
     base64() {{ echo S0VZ; }}
     {(STEPS_FOLDER / "before.sh").read_text()}
     run_step() {{ :; }}"""
-    told = run_shell(body, tmp_path, "yes").stdout.splitlines()
-    assert next((word for word in told if "munge_key" in word), None) == line
+    done = run_shell(body, tmp_path, "yes").stdout.splitlines()
+    assert next((word for word in done if "munge_key" in word), None) == line
 
 
-def test_a_configuration_that_was_changed_by_hand_is_kept(tmp_path: Path) -> None:
+def test_slurmctld_step_keeps_an_edited_configuration(tmp_path: Path) -> None:
     step = (STEPS_FOLDER / "slurmctld.sh").read_text().replace("/etc/slurm", str(tmp_path))
     body = f"""{step}
     SLURM_CONF=new GRES_CONF=new CGROUP_CONF=new
-    stop_daemon() {{ :; }}; start_daemon() {{ :; }}; install() {{ :; }}; chown() {{ :; }}; verify() {{ :; }}"""
+    stop_daemon() {{ :; }}; start_daemon() {{ :; }}; install() {{ :; }}
+    chown() {{ :; }}; verify() {{ :; }}"""
     for text in ("mine", "also mine"):
         (tmp_path / "slurm.conf").write_text(text)
         assert "result changed" in run_shell(body, tmp_path).stdout
@@ -258,9 +265,9 @@ def test_a_configuration_that_was_changed_by_hand_is_kept(tmp_path: Path) -> Non
     assert ((tmp_path / "slurm.conf").read_text(), kept) == ("new\n", ["also mine", "mine"])
 
 
-def test_the_health_check_is_done_before_slurmd_ends_it(tmp_path: Path) -> None:
+def test_gpu_check_ends_before_slurmd_kills_it(tmp_path: Path) -> None:
     stubs = {
-        "scontrol": "echo \"$*\" >>F.said; echo 'NodeName=a State=IDLE Gres=gpu:2 '",
+        "scontrol": "echo \"$*\" >>F.calls; echo 'NodeName=a State=IDLE Gres=gpu:2 '",
         "timeout": 'echo "$*" >F.limits; exit 124',
         "nvidia-smi": "",
     }
@@ -271,10 +278,10 @@ def test_the_health_check_is_done_before_slurmd_ends_it(tmp_path: Path) -> None:
     subprocess.run(["sh", script], env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, check=True)
     _, grace, limit, *_ = (tmp_path / "limits").read_text().split()
     assert int(grace) + int(limit) <= 40  # slurm.conf(5): killed after 60 s
-    assert "State=DRAIN Reason=gpu_check: 0 of 2 GPUs answer" in (tmp_path / "said").read_text()
+    assert "State=DRAIN Reason=gpu_check: 0 of 2 GPUs answer" in (tmp_path / "calls").read_text()
 
 
-def test_the_first_job_has_a_task_for_each_gpu() -> None:
+def test_first_job_has_a_task_for_each_gpu() -> None:
     line, tasks = first_job(CLUSTER)
     assert tasks == 3  # alpha has two CPUs for its four GPUs, login no GPU
     segments = line.split(" : ")
@@ -288,7 +295,7 @@ def test_the_first_job_has_a_task_for_each_gpu() -> None:
 
 
 def run_shell(body: str, tmp_path: Path, dry_run: str = "no") -> "subprocess.CompletedProcess[str]":
-    """A step of one's own behind the common part."""
+    """The common part of all steps, then the functions in ``body``."""
     common = (STEPS_FOLDER / "common.sh").read_text()
     text = (
         f"DRY_RUN={dry_run}\nNODE=a\nCONTROLLER=a\nF='{tmp_path}/f'\n{common}\n{body}\nrun_step\n"
@@ -296,7 +303,11 @@ def run_shell(body: str, tmp_path: Path, dry_run: str = "no") -> "subprocess.Com
     return subprocess.run(["sh", "-s"], input=text, capture_output=True, text=True, check=False)
 
 
-COUNTING = 'check() {{ [ -e "$F" ] || {{ say missing; return 1; }}; }}\napply() {{ {apply}; }}\nverify() {{ check; }}'
+COUNTING = """
+check() {{ [ -e "$F" ] || {{ say missing; return 1; }}; }}
+apply() {{ {apply}; }}
+verify() {{ check; }}
+"""
 
 
 @pytest.mark.parametrize(
@@ -304,12 +315,12 @@ COUNTING = 'check() {{ [ -e "$F" ] || {{ say missing; return 1; }}; }}\napply() 
     [
         ('touch "$F"; echo noise', "no", "say missing\nresult changed\n", 0),
         ('touch "$F"', "yes", "say missing\nresult would-change\n", 0),
-        ("true", "no", "say missing\nsay missing\n", 1),  # it did not hold
-        ('false; touch "$F"', "no", "say missing\n", 1),  # a command of apply that fails ends it
+        ("true", "no", "say missing\nsay missing\n", 1),  # apply changed nothing
+        ('false; touch "$F"', "no", "say missing\n", 1),  # a failing command ends apply
         ("fail 'no disk'", "no", "say missing\nsay no disk\n", 1),
     ],
 )
-def test_check_apply_verify(
+def test_step_runs_check_apply_verify(
     tmp_path: Path, apply: str, dry_run: str, stdout: str, status: int
 ) -> None:
     done = run_shell(COUNTING.format(apply=apply), tmp_path, dry_run)
@@ -317,7 +328,7 @@ def test_check_apply_verify(
     assert (tmp_path / "f").exists() == (status == 0 and dry_run == "no")
 
 
-def test_the_marked_block_is_replaced_and_the_rest_kept(tmp_path: Path) -> None:
+def test_marked_block_is_replaced_and_the_rest_kept(tmp_path: Path) -> None:
     file = tmp_path / "f"
     file.write_text("mine\n# begin of ddp-slurm\nold\n# end of ddp-slurm\nalso mine\n")
     body = """check() { [ "$(block_of "$F")" = "$(printf 'new 1\\nnew 2')" ]; }
@@ -332,11 +343,11 @@ def test_the_marked_block_is_replaced_and_the_rest_kept(tmp_path: Path) -> None:
 
     cut = "mine\n# begin of ddp-slurm\nold\nalso mine\n"
     file.write_text(cut)
-    assert "but none '# end of ddp-slurm'" in run_shell(body, tmp_path).stdout
+    assert "but not '# end of ddp-slurm'" in run_shell(body, tmp_path).stdout
     assert file.read_text() == cut
 
 
-def test_another_address_of_a_node_in_etc_hosts_is_named(tmp_path: Path) -> None:
+def test_hosts_step_reports_another_address(tmp_path: Path) -> None:
     (tmp_path / "f").write_text(
         "127.0.1.1 b\n10.0.0.9 x a y # b\n10.0.0.2 b\n#10.0.0.3 b\n"
         "# begin of ddp-slurm\n10.0.0.1 a\n10.0.0.2 b\n# end of ddp-slurm\n"
@@ -345,25 +356,26 @@ def test_another_address_of_a_node_in_etc_hosts_is_named(tmp_path: Path) -> None
     done = run_shell(
         f"NODES='a 10.0.0.1\nb 10.0.0.2'\n{step}\nshort_name() {{ echo a; }}", tmp_path, "yes"
     )
-    assert "line of your own that gives a to 10.0.0.9, not 10.0.0.1\nresult ok\n" in done.stdout
+    message = "another line that gives a the address 10.0.0.9, not 10.0.0.1\nresult ok\n"
+    assert message in done.stdout
     assert done.stdout.count("say ") == 1
 
 
-def test_a_users_group_may_have_another_number(tmp_path: Path) -> None:
+def test_users_step_accepts_another_group_id(tmp_path: Path) -> None:
     body = f"""MUNGE_UID=102 SLURM_UID=64030
     {(STEPS_FOLDER / "users.sh").read_text()}
     getent() {{ echo munge:x:105:; }}
-    id() {{ case $* in "-u munge") echo 102 ;; "-u slurm") echo 64030 ;; "-gn "*) echo "$2" ;; esac; }}"""
+    id() {{
+        case $* in "-u munge") echo 102 ;; "-u slurm") echo 64030 ;; "-gn "*) echo "$2" ;; esac
+    }}"""
     assert run_shell(body, tmp_path, "yes").stdout == "result ok\n"
     other = run_shell(body.replace("MUNGE_UID=102", "MUNGE_UID=7"), tmp_path, "yes").stdout
-    assert (
-        other
-        == "say user munge has id 102 and group munge, not id 7 and group munge\nresult would-change\n"
-    )
+    reason = "user munge has id 102 and group munge, not id 7 and group munge"
+    assert other == f"say {reason}\nresult would-change\n"
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
-def test_shellcheck_is_silent() -> None:
+def test_shellcheck_reports_nothing() -> None:
     folder = STEPS_FOLDER.parent
     scripts = sorted([*folder.glob("*.sh"), *folder.glob("steps/*.sh")])
     assert len(scripts) >= len(STEPS) + 3

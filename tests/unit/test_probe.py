@@ -1,4 +1,4 @@
-"""What machines tell of themselves, from recorded outputs of their tools, and the cluster.yaml made of it."""
+"""What machines report, from recorded outputs of their tools, and the resulting cluster.yaml."""
 
 import os
 import stat
@@ -23,12 +23,17 @@ NVIDIA_SMI = """\
 1, 00000000:65:00.0, 24564, 550.54.15, NVIDIA GeForce RTX 3090
 2, 00000000:CA:00.0, 81920, 550.54.15, NVIDIA A100-SXM4-80GB"""
 CAPABILITY = "0, 8.0\n1, 8.6\n2, 8.0"
-INFORMATION = "Model: \t\t {}\nIRQ:   \t\t 33\nBus Location: \t 0000:{}:00.0\nDevice Minor: \t {}\nGPU Excluded:\t No"
-AMD_SMI = """[{"gpu": 0, "asic": {"market_name": "AMD Instinct MI210", "target_graphics_version": "gfx90a"},
+INFORMATION = (
+    "Model: \t\t {}\nIRQ:   \t\t 33\nBus Location: \t 0000:{}:00.0\nDevice Minor: \t {}\n"
+    "GPU Excluded:\t No"
+)
+AMD_SMI = """[{"gpu": 0,
+ "asic": {"market_name": "AMD Instinct MI210", "target_graphics_version": "gfx90a"},
  "bus": {"bdf": "0000:43:00.0"}, "vram": {"type": "HBM2E", "size": {"value": 65520, "unit": "MB"}},
  "driver": {"name": "amdgpu", "version": "6.7.0"}}]"""
 ROCM_SMI = """WARNING: AMD GPU device(s) is/are in a low-power state.
-{"card0": {"VRAM Total Memory (B)": "21458059264", "PCI Bus": "0000:03:00.0", "Card Series": "Radeon RX 7900 XT",
+{"card0": {"VRAM Total Memory (B)": "21458059264", "PCI Bus": "0000:03:00.0",
+ "Card Series": "Radeon RX 7900 XT",
  "Card Model": "0x744c", "GFX Version": "gfx1100"}, "system": {"Driver version": "6.8.5"}}"""
 ROUTES = """Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\tMTU\tWindow\tIRTT
 wlp2s0\t00000000\t0101A8C0\t0003\t0\t0\t600\t00000000\t0\t0\t0
@@ -58,7 +63,7 @@ def recorded(host: str, *, gpus: str = "", cpus: int = 4, **values: str) -> Fact
     return Facts(lines, blocks)
 
 
-def test_nvidia_cards_have_their_device_files_numbers() -> None:
+def test_nvidia_cards_have_their_device_minors() -> None:
     information = [
         (0, INFORMATION.format("A100", "17", 1)),
         (0, INFORMATION.format("3090", "65", 0)),
@@ -82,7 +87,7 @@ def test_nvidia_cards_have_their_device_files_numbers() -> None:
     )
 
 
-def test_a_driver_too_old_for_a_field_and_a_failing_one() -> None:
+def test_nvidia_old_and_failing_drivers() -> None:
     refused = (2, 'Field "compute_cap" is not a valid field to query.')
     old = {"nvidia-smi": [(0, "0, 00000000:01:00.0, 12212, 470.223.02, NVIDIA TITAN X (Pascal)")]}
     (card,) = parse_gpus({**old, "nvidia-smi.capability": [refused]})
@@ -121,13 +126,15 @@ def test_a_driver_too_old_for_a_field_and_a_failing_one() -> None:
         ("rocm-smi", ROCM_SMI, ("Radeon RX 7900 XT", 20464, "gfx1100", "6.8.5", "0000:03:00.0")),
     ],
 )
-def test_amd_cards(tool: str, text: str, found: tuple[str, int, str, str, str]) -> None:
+def test_amd_cards_of_each_tool(
+    tool: str, text: str, found: tuple[str, int, str, str, str]
+) -> None:
     (card,) = parse_gpus({tool: [(0, text)]})
     assert (card.name, card.memory_mib, card.compute_capability, card.driver, card.bus_id) == found
     assert gpu_models([card], {card.name: "x"})[0].minors == (128,)  # /dev/dri/renderD128
 
 
-def test_types_are_short_and_never_shared_by_two_models() -> None:
+def test_gres_types_are_short_and_unique() -> None:
     names = {
         "NVIDIA A100-SXM4-80GB": "a100",
         "NVIDIA GeForce RTX 3090": "rtx_3090",
@@ -160,7 +167,7 @@ def test_topology_counts_sockets_cores_and_threads(
     assert Facts({"cpu": tuple(cpus)}).topology == topology
 
 
-def test_the_interface_is_the_longest_route_that_is_up() -> None:
+def test_interface_is_that_of_the_longest_route_up() -> None:
     facts = recorded("alpha")
     assert facts.interface_towards("192.168.8.152") == "eno1"
     assert facts.interface_towards("192.168.1.7") == "wlp2s0"
@@ -172,7 +179,7 @@ def test_the_interface_is_the_longest_route_that_is_up() -> None:
     assert Facts().interface_towards("192.168.1.7") is None
 
 
-def test_a_banner_is_passed_over_and_a_cut_answer_refused() -> None:
+def test_facts_skip_a_banner_and_refuse_a_cut_output() -> None:
     banner = "Welcome!\nfact hostname liar\n"
     whole = (
         banner
@@ -186,7 +193,7 @@ def test_a_banner_is_passed_over_and_a_cut_answer_refused() -> None:
             parse_facts(cut)
 
 
-def test_a_banner_without_an_end_of_line_is_passed_over() -> None:
+def test_facts_skip_a_banner_without_newline() -> None:
     script = "printf title\n" + facts_script({"DEPTH": "credential"})
     parse_facts(
         subprocess.run(["sh"], input=script, capture_output=True, text=True, check=True).stdout
@@ -206,7 +213,7 @@ def test_a_banner_without_an_end_of_line_is_passed_over() -> None:
         ("rocm-smi", "[]", 0),
     ],
 )
-def test_amd_cards_of_which_nothing_can_be_read(tool: str, text: str, count: int) -> None:
+def test_amd_cards_without_readable_values_count(tool: str, text: str, count: int) -> None:
     assert len(parse_gpus({tool: [(0, text)]})) == count
 
 
@@ -216,7 +223,7 @@ def stub(folder: Path, name: str, text: str) -> None:
     (folder / name).chmod(stat.S_IRWXU)
 
 
-def test_the_script_itself_finds_this_machine(
+def test_facts_script_describes_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stub(
@@ -238,7 +245,7 @@ def test_the_script_itself_finds_this_machine(
     assert "slurmd.version" not in facts.blocks  # only the doctor asks
 
 
-def test_a_tool_that_cannot_be_ended_does_not_hide_the_rest(
+def test_facts_script_survives_a_hanging_tool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stub(
@@ -255,24 +262,25 @@ def test_a_tool_that_cannot_be_ended_does_not_hide_the_rest(
     assert gpu_warning(facts) == "nvidia-smi fails: no message (exit status 137)"
 
 
-def runner_of(told: dict[str, str]):
+def runner_of(facts: dict[str, str]):
     def runner(
         node: Node, argv: object, *, input: bytes | None = None, timeout_seconds: float = 0
     ) -> Answer:
-        if node.name not in told:
+        if node.name not in facts:
             raise RemoteError(f"{node.name}: cannot be reached")
-        return Answer(0, f"facts begin\n{told[node.name]}\nfacts end\n", "")
+        return Answer(0, f"facts begin\n{facts[node.name]}\nfacts end\n", "")
 
     return runner
 
 
 ALPHA = (
-    "fact hostname alpha\nfact os ubuntu-22.04\nfact memory_kib 33554432\nfact cpu 0 0\nfact cpu 0 1\n"
-    "fact reached_at 192.168.8.151\nblock nvidia-smi 0\n|0, 00000000:01:00.0, 24564, 535.1, NVIDIA GeForce RTX 3090"
+    "fact hostname alpha\nfact os ubuntu-22.04\nfact memory_kib 33554432\n"
+    "fact cpu 0 0\nfact cpu 0 1\nfact reached_at 192.168.8.151\n"
+    "block nvidia-smi 0\n|0, 00000000:01:00.0, 24564, 535.1, NVIDIA GeForce RTX 3090"
 )
 
 
-def test_probing_twice_changes_nothing_and_a_difference_is_shown_first(
+def test_probe_repeated_shows_differences_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "cluster.yaml"
@@ -304,9 +312,7 @@ def test_probing_twice_changes_nothing_and_a_difference_is_shown_first(
         probe([], path, None, yes=True, runner=runner_of({}))
 
 
-def test_a_probe_before_the_driver_can_be_repeated_after_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_probe_works_before_the_driver(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cluster.yaml"
     bare = ALPHA[: ALPHA.index("\nblock")]
     probe(["alpha"], None, str(path), yes=False, runner=runner_of({"alpha": bare}))
@@ -318,7 +324,7 @@ def test_a_probe_before_the_driver_can_be_repeated_after_it(
         probe([], path, None, yes=True, runner=runner_of({"alpha": ALPHA}))
 
 
-def test_what_no_probe_can_know_is_kept(tmp_path: Path) -> None:
+def test_probe_keeps_what_it_cannot_know(tmp_path: Path) -> None:
     kept = Node(
         "beta",
         gpus=(GpuModel(count=1),),
@@ -342,11 +348,11 @@ def test_what_no_probe_can_know_is_kept(tmp_path: Path) -> None:
         ),
         controller="beta",
     )
-    told = {"alpha": recorded("renamed", gpus=NVIDIA_SMI, reached_at="192.168.8.151")}
+    facts = {"alpha": recorded("renamed", gpus=NVIDIA_SMI, reached_at="192.168.8.151")}
     asked = nodes_of_arguments(["alpha"], known)
-    cluster = probed_cluster(known, asked, told)
+    cluster = probed_cluster(known, asked, facts)
     path = tmp_path / "cluster.yaml"
-    path.write_text(probed_cluster_yaml(cluster, told))
+    path.write_text(probed_cluster_yaml(cluster, facts))
     assert Cluster.load(path) == cluster
     alpha, beta = cluster.nodes
     assert beta == kept
@@ -360,21 +366,21 @@ def test_what_no_probe_can_know_is_kept(tmp_path: Path) -> None:
     assert cluster.controller == "beta"
 
 
-def test_the_interface_written_leads_to_the_other_nodes() -> None:
-    told = {
+def test_probe_interface_leads_to_the_other_nodes() -> None:
+    facts = {
         "a": recorded("a", reached_at="192.168.1.5"),
         "b": recorded("b", reached_at="192.168.8.9"),
     }
     asked = nodes_of_arguments(["a=192.168.1.5", "b=192.168.8.9"], None)
-    cluster = probed_cluster(None, asked, told)
+    cluster = probed_cluster(None, asked, facts)
     assert [node.interface for node in cluster.nodes] == ["eno1", "wlp2s0"]
-    assert "# 1000 Mbit/s" in probed_cluster_yaml(cluster, told)
+    assert "# 1000 Mbit/s" in probed_cluster_yaml(cluster, facts)
 
 
-def test_two_machines_of_one_name_are_refused() -> None:
-    told = {"192.0.2.1": recorded("ubuntu"), "192.0.2.2": recorded("ubuntu")}
+def test_probe_refuses_two_machines_of_one_name() -> None:
+    facts = {"192.0.2.1": recorded("ubuntu"), "192.0.2.2": recorded("ubuntu")}
     with pytest.raises(ProbeError, match="'ubuntu'; give each machine a name"):
-        probed_cluster(None, nodes_of_arguments(list(told), None), told)
+        probed_cluster(None, nodes_of_arguments(list(facts), None), facts)
     known = Cluster("x", (Node("ubuntu"),))
     with pytest.raises(ProbeError, match="ask for it as ubuntu if it is the one of the file"):
         probed_cluster(
@@ -392,19 +398,19 @@ def test_two_machines_of_one_name_are_refused() -> None:
         ("127.0.1.1", None),
     ],
 )
-def test_the_address_written_is_one_for_all(reached_at: str, address: str | None) -> None:
+def test_probe_address_is_valid_from_all_nodes(reached_at: str, address: str | None) -> None:
     cluster = probed_cluster(None, [Node("a")], {"a": recorded("a", reached_at=reached_at)})
     assert cluster.nodes[0].address == address
 
 
-def test_a_node_of_the_file_can_be_asked_by_its_address() -> None:
+def test_probe_host_may_be_a_known_address() -> None:
     known = Cluster(
         "x", (Node("alpha", address="192.0.2.1", partition="big", ssh=Ssh(user="ops")),)
     )
     assert nodes_of_arguments(["192.0.2.1", "alpha"], known) == list(known.nodes)
 
 
-def test_a_file_of_another_kind_is_written_over_only_when_told_to(tmp_path: Path) -> None:
+def test_probe_overwrites_other_files_only_with_yes(tmp_path: Path) -> None:
     path = tmp_path / "photo"
     path.write_bytes(b"\xff\xd8")
     (tmp_path / "cluster.yaml").write_text("nodes:\n  - {name: alpha, gpus: 1}\n")
@@ -424,7 +430,7 @@ def test_a_file_of_another_kind_is_written_over_only_when_told_to(tmp_path: Path
         ("192.0.2.1", ["192.0.2.1"], None, None),
     ],
 )
-def test_hosts_as_arguments(
+def test_probe_hosts_forms(
     argument: str, names: list[str], address: str | None, user: str | None
 ) -> None:
     nodes = nodes_of_arguments([argument], None)
@@ -436,7 +442,7 @@ def test_hosts_as_arguments(
     "argument",
     ["-oProxyCommand=id", "a b", "gpu[01-02]=192.0.2.1", "a;b", "$(id)", "@a", "a\nb", "a:22"],
 )
-def test_hostile_arguments_are_refused(argument: str) -> None:
+def test_probe_hosts_refuse_hostile_text(argument: str) -> None:
     with pytest.raises(ProbeError):
         nodes_of_arguments([argument], None)
 
@@ -445,11 +451,12 @@ def test_hostile_arguments_are_refused(argument: str) -> None:
     ("lines", "warning"),
     [
         (
-            "block nvidia-smi 9\n|NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver",
+            "block nvidia-smi 9\n|NVIDIA-SMI has failed because it couldn't communicate",
             "fails: NVIDIA-SMI has",
         ),
         (
-            "block nvidia-smi 15\n|0, 00000000:01:00.0, 24564, 535.1, NVIDIA A100\n|Unable to determine the device handle",
+            "block nvidia-smi 15\n|0, 00000000:01:00.0, 24564, 535.1, NVIDIA A100\n"
+            "|Unable to determine the device handle",
             "fails: Unable to determine",
         ),
         (
@@ -464,12 +471,12 @@ def test_hostile_arguments_are_refused(argument: str) -> None:
         ("fact pci_gpu 0x1002\nfact pci_gpu 0x10de", "no nvidia-smi; install the driver"),
     ],
 )
-def test_cards_that_cannot_be_seen_are_not_written_off(
+def test_probe_keeps_gpus_that_cannot_be_seen(
     tmp_path: Path, lines: str, warning: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("nodes:\n  - {name: alpha, gpus: {type: a100, count: 2}}\n")
-    told = ALPHA[: ALPHA.index("block nvidia-smi")] + lines
-    probe([], path, None, yes=True, runner=runner_of({"alpha": told}))
+    facts = ALPHA[: ALPHA.index("block nvidia-smi")] + lines
+    probe([], path, None, yes=True, runner=runner_of({"alpha": facts}))
     assert Cluster.load(path).nodes[0].gres == "gpu:a100:2"
     assert warning in capsys.readouterr().err

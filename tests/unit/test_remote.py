@@ -25,7 +25,10 @@ exec sh -c "$3"
 
 @pytest.fixture
 def stub_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An ssh that runs the command here, through a shell as sshd does; its arguments are in the file returned."""
+    """An ssh that runs the command here, through a shell as sshd does.
+
+    Its arguments are in the file returned.
+    """
     client = tmp_path / "bin" / "ssh"
     client.parent.mkdir()
     client.write_text(STUB_SSH)
@@ -36,7 +39,7 @@ def stub_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return log
 
 
-def test_the_client_gets_what_cluster_yaml_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ssh_argv_has_the_settings_of_cluster_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     argv = ssh_argv(AWAY, "true")
     assert argv[-3:] == ["--", "192.0.2.77", "true"]
@@ -48,7 +51,7 @@ def test_the_client_gets_what_cluster_yaml_says(monkeypatch: pytest.MonkeyPatch)
     )
 
 
-def test_what_is_not_said_is_left_to_the_users_configuration() -> None:
+def test_ssh_argv_leaves_the_rest_to_the_users_configuration() -> None:
     argv = ssh_argv(Node("alpha"), "true")
     assert not {"-l", "-p", "-i", "IdentitiesOnly=yes"} & set(argv)
     assert argv[-2] == "alpha"
@@ -58,24 +61,28 @@ def test_what_is_not_said_is_left_to_the_users_configuration() -> None:
     "word",
     ["a b", "it's", "$HOME", "`id`", "a;b", "*", "", "-n", 'say "x"', "back\\slash", "!x", "ü"],
 )
-def test_every_word_arrives_as_it_is(stub_ssh: Path, word: str) -> None:
+def test_run_passes_each_word_unchanged(stub_ssh: Path, word: str) -> None:
     assert run(AWAY, ["printf", "%s.", word, "end"]).out == f"{word}.end."
 
 
-def test_a_newline_never_reaches_the_remote_shell(stub_ssh: Path) -> None:
+def test_run_refuses_control_characters(stub_ssh: Path) -> None:
     with pytest.raises(RemoteError, match="control character"):
         run(AWAY, ["printf", "a\nreboot"])
     assert not stub_ssh.exists()
 
 
-def test_a_script_and_its_secret_are_in_no_argument(stub_ssh: Path) -> None:
-    script = "secret='s3cret'\nread line || line=nothing\nprintf '%s %s\\n' \"$secret\" \"$line\"\ncat\necho end"
+def test_run_script_puts_no_secret_into_an_argument(stub_ssh: Path) -> None:
+    script = """secret='s3cret'
+read line || line=nothing
+printf '%s %s\\n' "$secret" "$line"
+cat
+echo end"""
     assert run_script(AWAY, script) == Answer(0, "s3cret nothing\nend\n", "")
     assert "s3cret" not in stub_ssh.read_text()
 
 
 @pytest.mark.parametrize(("uid", "through_sudo"), [("0", False), ("1000", True)])
-def test_root_by_sudo_where_the_login_user_is_another(
+def test_run_script_uses_sudo_only_for_other_users(
     stub_ssh: Path, monkeypatch: pytest.MonkeyPatch, uid: str, through_sudo: bool
 ) -> None:
     for name, body in (("id", f"echo {uid}"), ("sudo", 'echo "sudo $*"; shift 2; exec "$@"')):
@@ -86,7 +93,7 @@ def test_root_by_sudo_where_the_login_user_is_another(
     assert done.out == ("sudo -n -- env X=1 2 sh -s\n" if through_sudo else "") + "a  b\n"
 
 
-def test_a_failed_command_is_a_result_and_a_failed_connection_an_error(stub_ssh: Path) -> None:
+def test_run_distinguishes_command_and_connection(stub_ssh: Path) -> None:
     assert run(AWAY, ["sh", "-c", "echo no >&2; exit 3"]) == Answer(3, "", "no\n")
     with pytest.raises(
         RemoteError,
@@ -97,7 +104,7 @@ def test_a_failed_command_is_a_result_and_a_failed_connection_an_error(stub_ssh:
         run(AWAY, ["sleep", "5"], timeout_seconds=0.1)
 
 
-def test_this_machine_needs_no_ssh(stub_ssh: Path) -> None:
+def test_run_needs_no_ssh_on_this_machine(stub_ssh: Path) -> None:
     for node in (
         Node(socket.gethostname()),
         Node("x", address="127.0.0.1"),
@@ -108,7 +115,7 @@ def test_this_machine_needs_no_ssh(stub_ssh: Path) -> None:
     assert not stub_ssh.exists()
 
 
-def test_another_user_here_goes_through_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_local_is_false_for_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOGNAME", "somebody_else")  # what a plain su leaves
     assert not is_local(Node("x", address="127.0.0.1", ssh=Ssh(user="somebody_else")))
     assert not is_local(Node("elsewhere"))
@@ -117,7 +124,7 @@ def test_another_user_here_goes_through_ssh(monkeypatch: pytest.MonkeyPatch) -> 
     assert not is_local(Node("x", address="192.0.2.77"))
 
 
-def test_one_node_that_is_down_does_not_hide_the_others() -> None:
+def test_on_all_returns_the_error_of_one_node() -> None:
     def ask(node: Node) -> str:
         if node.name == "b":
             raise RemoteError("b: cannot be reached")
