@@ -161,7 +161,7 @@ class Machines:
     """Running machines. Put ``ssh_folder`` first on PATH: its ssh accepts their keys."""
 
     def __init__(self, folder: Path, network: int, gpus: dict[str, int]) -> None:
-        """``gpus``: device files of each machine; ``network``: the third number of 198.18.x.0/24."""
+        """``gpus``: device files a machine; ``network``: the third number of 198.18.x.0/24."""
         self.folder, self.gpus, self.network = folder, gpus, network
         self.bridge = f"bm{network}"
         self.pids: dict[str, int] = {}

@@ -187,7 +187,7 @@ def another_uid(patient: Patient) -> Iterator[None]:
 
 @contextlib.contextmanager
 def firewall(patient: Patient) -> Iterator[None]:
-    """beta drops packets to port 6818: a classic BPF program, as netfilter's tools may be missing."""
+    """beta drops packets to port 6818: a BPF program, as netfilter's tools may be missing."""
     words = "6,48 0 0 23,21 0 3 6,40 0 0 36,21 0 1 6818,6 0 0 2,6 0 0 4294967295"
     links = patient.lab.exec(
         "beta", ["ls", "/sys/class/net"], capture_output=True, text=True

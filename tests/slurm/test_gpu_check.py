@@ -20,7 +20,7 @@ nodes:
 
 @pytest.fixture
 def check(make_lab: Callable[..., Lab], tmp_path: Path) -> Check:
-    """``check(node, nvidia_smi)``: run it with that nvidia-smi; whether the node is drained, and why."""
+    """``check(node, nvidia_smi)``: run it with that nvidia-smi; is the node drained, and why."""
     lab = make_lab(CLUSTER)
     lab.run(["scontrol", "update", "NodeName=beta", "State=DRAIN", "Reason=fan"], check=True)
     tool = tmp_path / "bin" / "nvidia-smi"
