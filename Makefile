@@ -1,6 +1,7 @@
 # make demo   fresh Debian or Ubuntu machine -> synthetic training on an uneven plan of seven ranks
 # make test   what the tests need, then all of them, live Slurm 22.05 and 24.11 included (as root)
 # make test-releases   configuration, jobs and training on live Slurm 20.11, 22.05, 24.11 and 26.05
+# make docs   the documentation site, into build/docs
 # make fresh  make demo and make test in a new Debian root (as root, with debootstrap): before a release
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ TEST_PACKAGES := slurm-wlm slurmdbd mariadb-server-core mariadb-client-core mung
 # Most live tests wait for Slurm: two processes need half of the time of one.
 PYTEST_OPTIONS ?= -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo test test-releases fresh lint clean
+.PHONY: demo test test-releases fresh lint docs clean
 
 demo: $(VENV)/installed-train
 	cd synthetic_data_example && CUDA_VISIBLE_DEVICES= ../$(IN_VENV) -m ddp_slurm.cli plan --job job.yaml
@@ -35,6 +36,9 @@ lint: $(VENV)/installed-test
 	$(IN_VENV) -m ruff format --check .
 	$(IN_VENV) -m mypy
 	shellcheck .ci/run $$(git ls-files '*.sh' '*.sbatch')
+
+docs: $(VENV)/installed-test
+	$(IN_VENV) -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
 
 $(VENV)/installed-train: setup.cfg | $(VENV)/bin/pip
 	$(IN_VENV) -m pip install --quiet --editable '.[train]'
