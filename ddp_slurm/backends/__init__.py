@@ -1,1 +1,1 @@
-"""Ways to start a rendered job. The only place on the submitting side that runs a command."""
+"""The ways to start the ranks of a plan: sbatch, submitit, torchrun and this machine alone."""

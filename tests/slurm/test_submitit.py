@@ -268,7 +268,7 @@ def test_from_the_command_line(executor: HetSlurmExecutor, tmp_path: Path) -> No
         "--follow",
         "--",
     ]
-    code = "import os, sys; rank = os.environ['SLURM_PROCID']; print('rank', rank)\n"
+    code = "import os, sys; rank = os.environ['SLURM_PROCID']; print('rank', rank); "
     code += "sys.exit(3 * (rank == sys.argv[1]))"
     good, bad = (
         subprocess.run(

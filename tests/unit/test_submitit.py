@@ -538,7 +538,8 @@ import time; time.sleep(1); os._exit(7)"""
     assert done.returncode == 7
 
 
-def test_a_command_as_a_function() -> None:
+def test_a_command_as_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     before = signal.getsignal(signal.SIGUSR2)
     try:
         assert submitit_rank.RankCommand(["true"])() == 0

@@ -7,9 +7,10 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Sequence
-from types import FrameType
+from types import FrameType, TracebackType
 
 from ddp_slurm.errors import DdpSlurmError
 
@@ -145,8 +146,23 @@ class RankCommand:
         # The command gets Slurm's signal itself and decides; submitit's handler would end this
         # process before it. A handler, since the command would inherit SIG_IGN.
         signal.signal(SlurmJobEnvironment._usr_sig(), _leave_it_to_the_command)
-        subprocess.run(self.command, check=True)
+        done = subprocess.run(self.command)
+        if done.returncode:
+            sys.excepthook = _exit_like_the_command
+        done.check_returncode()
         return 0
+
+
+def _exit_like_the_command(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """End this process with the command's status; an uncaught exception alone gives 1."""
+    sys.__excepthook__(kind, error, trace)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if isinstance(error, subprocess.CalledProcessError):
+        status = error.returncode
+        os._exit(status if status > 0 else 128 - status)
 
 
 def _leave_it_to_the_command(number: int, frame: FrameType | None) -> None:
