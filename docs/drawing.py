@@ -68,7 +68,7 @@ def layers_of(edges: Edges) -> list[list[str]]:
 
 
 def direct_edges(edges: Edges) -> Edges:
-    """Without the edges that a longer way implies: the drawing shows the order, not every import."""
+    """Without the edges that a longer way implies: the drawing shows the order of the rooms."""
 
     def reachable(room: str) -> set[str]:
         found: set[str] = set()
@@ -113,9 +113,11 @@ def _arrows(edges: Edges, places: dict[str, tuple[float, float]]) -> Iterable[st
     for room, targets in sorted(direct_edges(edges).items()):
         for target in sorted(targets):
             (x1, y1), (x2, y2) = places[room], places[target]
+            middle = BOX_WIDTH / 2
             yield (
-                f'<line x1="{x1 + BOX_WIDTH / 2:g}" y1="{y1 + BOX_HEIGHT:g}"'
-                f' x2="{x2 + BOX_WIDTH / 2:g}" y2="{y2 - 2:g}" stroke="#888" marker-end="url(#tip)"/>'
+                f'<line x1="{x1 + middle:g}" y1="{y1 + BOX_HEIGHT:g}"'
+                f' x2="{x2 + middle:g}" y2="{y2 - 2:g}"'
+                ' stroke="#888" marker-end="url(#tip)"/>'
             )
 
 

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import itertools
 import os
 import subprocess
 import sys
@@ -114,8 +115,8 @@ def key_table(schema: type[Schema], separator: str = "_") -> Iterable[str]:
         elif key.default not in (None, (), {}):
             default = f" Default: `{key.default}`."
         metavar = f"`{key.metavar}`" if key.metavar else ""
-        text = f"{key.help}{default}".replace("|", "\\|")
-        yield f"| `{name.replace('_', separator)}` | {metavar.replace('|', chr(92) + '|')} | {text} |"
+        cells = [f"`{name.replace('_', separator)}`", metavar, f"{key.help}{default}"]
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def command_line_page() -> Iterable[str]:
@@ -156,7 +157,7 @@ def field_docstrings(cls: type) -> dict[str, str]:
     """The text below each field of a dataclass."""
     body = ast.parse(inspect.getsource(cls)).body[0].body  # type: ignore[attr-defined]
     texts = {}
-    for field, text in zip(body, body[1:], strict=False):
+    for field, text in itertools.pairwise(body):
         is_field = isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
         if is_field and isinstance(text.value, ast.Constant):
             texts[field.target.id] = text.value.value
