@@ -26,6 +26,8 @@ PROBED_MEMORY_PERCENT = 95
 The rest is for the system; a new kernel may leave a little less.
 """
 
+HETJOB_PARAMETERS = ("bf_hetjob_immediate", "whole_hetjob")
+
 
 class ConfigsError(DdpSlurmError):
     """The cluster cannot be written as a Slurm configuration."""
@@ -77,11 +79,7 @@ def render_configs(
         "lab": installation.is_lab,
         "cluster_name": cluster.name.lower(),
         "memory_percent": PROBED_MEMORY_PERCENT,
-        "scheduler_parameters": [
-            "bf_hetjob_immediate",
-            "whole_hetjob",
-            *installation.scheduler_parameters,
-        ],
+        "scheduler_parameters": [*HETJOB_PARAMETERS, *installation.scheduler_parameters],
         "slurmctld_parameters": _slurmctld_parameters(network, known),
         "def_mem_per_cpu": _default_memory_per_cpu_mb(cluster),
         "nodes": nodes,
