@@ -1,10 +1,17 @@
 """A snapshot is there whole or not at all, and a damaged one gives way to the one before it."""
 
 import collections
+import contextlib
 import enum
+import errno
+import os
+import re
 import resource
 import signal
+import socket
 import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ddp_slurm.training import Snapshot, SnapshotError
+from ddp_slurm.training.snapshot import lock as snapshot_lock
 
 from .workers import load_on_every_rank
 from .worlds import run_world
@@ -27,6 +35,10 @@ def state(number: int, size: int = 1000) -> dict[str, Any]:
         "model": {"weight": torch.full((size,), float(number))},
         "ranks": [None, (1, "a", True)],
     }
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.fixture
@@ -48,8 +60,9 @@ def step(snapshot: Snapshot) -> int:
 def test_snapshot_loads_the_newest_and_keeps_the_previous(snapshot: Snapshot) -> None:
     assert step(snapshot) == 2
     assert snapshot.warnings == []
-    assert step(Snapshot(snapshot.previous)) == 1
-    assert sorted(p.name for p in snapshot.path.parent.iterdir()) == [
+    assert step(Snapshot(snapshot.previous, lock=False)) == 1
+    assert names(snapshot.path.parent) == [
+        ".snap shot.pt.lock",
         "snap shot.pt",
         "snap shot.pt.previous",
     ]
@@ -63,30 +76,60 @@ def test_snapshot_is_readable_with_torch_load(snapshot: Snapshot) -> None:
     content = torch.load(snapshot.path, weights_only=True)
     assert (content["format"], content["version"], content["state"]["step"]) == (
         "ddp_slurm snapshot",
-        1,
+        2,
         2,
     )
 
 
+def test_snapshot_any_flipped_bit_leads_to_the_previous(tmp_path: Path) -> None:
+    """Every single bit of a whole file, one after another."""
+    snapshot = Snapshot(tmp_path / "s.pt")
+    snapshot.save({"step": 1})
+    snapshot.save({"step": 2})
+    whole = bytearray(snapshot.path.read_bytes())
+    with open(snapshot.path, "r+b") as file:
+        for place, byte in enumerate(whole):
+            for bit in range(8):
+                os.pwrite(file.fileno(), bytes([byte ^ 1 << bit]), place)
+                assert snapshot.load() == {"step": 1}, (place, bit)
+                assert "is damaged" in snapshot.warnings[0]
+            os.pwrite(file.fileno(), bytes([byte]), place)
+    assert snapshot.load() == {"step": 2}
+    assert snapshot.warnings == []
+
+
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.data())
 def test_snapshot_damage_leads_to_the_previous(snapshot: Snapshot, data: st.DataObject) -> None:
     whole = snapshot.path.read_bytes()
     place = data.draw(st.integers(0, len(whole) - 1))
-    kind = data.draw(st.sampled_from(["flip", "cut"]))
-    damaged = whole[:place] + (
-        bytes([whole[place] ^ 0x41]) + whole[place + 1 :] if kind == "flip" else b""
-    )
+    length = data.draw(st.integers(1, 600))
+    changed = {
+        "cut": whole[:place],
+        "zeros": whole[:place] + bytes(length) + whole[place + length :],
+        "longer": whole + bytes(length),
+    }
+    damaged = changed[data.draw(st.sampled_from(list(changed)))]
     try:
         snapshot.path.write_bytes(damaged)
-        # A byte that no reader looks at (padding between the records) may be anything; the values may not.
-        assert step(snapshot) in (1, 2)
-        if step(snapshot) == 1:
-            assert f"taking {snapshot.previous} instead" in snapshot.warnings[0]
+        assert step(snapshot) == (2 if damaged == whole else 1)
+        if damaged != whole:
+            assert f"using {snapshot.previous} instead" in snapshot.warnings[0]
     finally:
         snapshot.path.write_bytes(whole)
+
+
+def test_snapshot_of_version_1_is_loaded(snapshot: Snapshot) -> None:
+    """Written before snapshots had a digest."""
+    torch.save({"format": "ddp_slurm snapshot", "version": 1, "state": state(5)}, snapshot.path)
+    assert step(snapshot) == 5
+    whole = snapshot.path.read_bytes()
+    weights = whole.index(torch.full((4,), 5.0).numpy().tobytes())
+    snapshot.path.write_bytes(whole[:weights] + b"?" + whole[weights + 1 :])
+    assert step(snapshot) == 1
+    assert "is damaged (checksum of " in snapshot.warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +141,7 @@ def test_snapshot_damage_leads_to_the_previous(snapshot: Snapshot, data: st.Data
         ([1, 2], "is no snapshot of ddp_slurm (a torch file of another program)"),
         (
             {"format": "ddp_slurm snapshot", "version": 99, "state": {}},
-            "has snapshot version 99, this program reads 1",
+            "has snapshot version 99, this program reads 1 and 2",
         ),
         (
             Path("/"),
@@ -120,7 +163,7 @@ def test_snapshot_foreign_file_leads_to_the_previous(
     with pytest.raises(SnapshotError) as caught:
         snapshot.load()
     assert words in str(caught.value)
-    assert "No snapshot to resume from: move the file away, or name another path" in str(
+    assert "No snapshot to resume from: move the file away, or give another path" in str(
         caught.value
     )
 
@@ -177,9 +220,9 @@ def test_snapshot_damaged_does_not_replace_the_previous(snapshot: Snapshot) -> N
     assert step(snapshot) == 1
     snapshot.save(state(3))
     assert step(snapshot) == 3
-    assert step(Snapshot(snapshot.previous)) == 1
+    assert step(Snapshot(snapshot.previous, lock=False)) == 1
     snapshot.save(state(4))
-    assert step(Snapshot(snapshot.previous)) == 3
+    assert step(Snapshot(snapshot.previous, lock=False)) == 3
 
 
 def test_snapshot_name_that_is_too_long_is_an_error(tmp_path: Path) -> None:
@@ -198,22 +241,23 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if made.returncode:
         pytest.skip(f"cannot mount a small file system: {made.stderr.strip()}")
     yield folder
-    subprocess.run(["umount", folder], check=True)
+    subprocess.run(["umount", "--lazy", folder], check=True)  # the lock's file is still open
 
 
 def test_snapshot_full_disk_keeps_the_existing_files(small_disk: Path) -> None:
     snapshot = Snapshot(small_disk / "snapshot.pt")
     snapshot.save(state(1))
     snapshot.save(state(2))
-    with pytest.raises(
-        SnapshotError, match=r"cannot write the snapshot .*; the one before it stays"
-    ):
+    with pytest.raises(SnapshotError) as caught:
         snapshot.save(state(3, size=50_000))
+    assert re.search(
+        r"cannot write the snapshot .*No space left on device \(ENOSPC\); each snapshot needs 200,000 "
+        r"bytes, up to three files exist at once, and [0-9,]+ bytes are free in .*disk; the one before "
+        "it stays",
+        str(caught.value),
+    )
     assert step(snapshot) == 2
-    assert sorted(path.name for path in small_disk.iterdir()) == [
-        "snapshot.pt",
-        "snapshot.pt.previous",
-    ]
+    assert names(small_disk) == [".snapshot.pt.lock", "snapshot.pt", "snapshot.pt.previous"]
     snapshot.save(state(4))  # and the next one fits again
     assert step(snapshot) == 4
 
@@ -238,7 +282,7 @@ def test_snapshot_path_below_a_file_is_an_error(tmp_path: Path) -> None:
 
 
 def test_snapshot_of_rank_0_reaches_all_ranks(tmp_path: Path) -> None:
-    Snapshot(tmp_path / "rank0" / "snapshot.pt").save(state(7, size=100_000))
+    Snapshot(tmp_path / "rank0" / "snapshot.pt", lock=False).save(state(7, size=100_000))
     found = run_world(tmp_path / "logs", (1, 2), load_on_every_rank, tmp_path)
     assert [
         (kind, value["step"], value["model"]["weight"].sum().item()) for kind, value in found
@@ -246,7 +290,7 @@ def test_snapshot_of_rank_0_reaches_all_ranks(tmp_path: Path) -> None:
 
 
 def test_snapshot_makes_a_gloo_group_beside_nccl(tmp_path: Path) -> None:
-    Snapshot(tmp_path / "rank0" / "snapshot.pt").save(state(7))
+    Snapshot(tmp_path / "rank0" / "snapshot.pt", lock=False).save(state(7))
     found = run_world(tmp_path / "logs", (1, 1), load_on_every_rank, tmp_path, "nccl")
     assert [(kind, value["step"]) for kind, value in found] == [("state", 7)] * 2
 
@@ -264,3 +308,114 @@ def test_snapshot_missing_is_none_on_every_rank(tmp_path: Path) -> None:
     assert (
         run_world(tmp_path / "logs", (1, 1), load_on_every_rank, tmp_path) == [("state", None)] * 2
     )
+
+
+HOLD = """
+import sys
+from ddp_slurm.training import Snapshot
+Snapshot(sys.argv[1]).load()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def another_run(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process of job 4711 that uses the snapshot."""
+    command = [sys.executable, "-c", HOLD, str(path)]
+    environ = {**os.environ, "SLURM_JOB_ID": "4711"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=environ, text=True, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_snapshot_in_use_by_another_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_lock, "PATIENCE_SECONDS", 0.3)
+    path = tmp_path / "new folder" / "s.pt"
+    with another_run(path) as process:
+        words = (
+            rf"the snapshot {path} is in use by another run: job 4711, host "
+            rf"{socket.gethostname()}, process {process.pid}, since 20"
+        )
+        with pytest.raises(SnapshotError, match=words):
+            Snapshot(path).load()
+        with pytest.raises(SnapshotError, match=words):
+            Snapshot(path).save(state(1))
+        assert Snapshot(path, lock=False).load() is None
+        assert names(path.parent) == [".s.pt.lock"]
+    Snapshot(path).save(state(1))  # the other one was killed: its lock is gone
+
+
+def test_snapshot_waits_for_a_run_that_is_ending(tmp_path: Path) -> None:
+    path = tmp_path / "s.pt"
+    with another_run(path) as process:
+        threading.Timer(0.5, process.kill).start()
+        Snapshot(path).save(state(1))
+
+
+def test_snapshot_taken_over_without_locks_is_noticed(snapshot: Snapshot) -> None:
+    """Some network file systems lock within one host only."""
+    lock = snapshot.path.with_name(".snap shot.pt.lock")
+    lock.write_text("job 9, host other, process 1, since 2026")
+    with pytest.raises(
+        SnapshotError, match=r"(?s)another run has taken over .*: job 9, host other"
+    ):
+        snapshot.save(state(3))
+    assert step(snapshot) == 2
+    assert len(names(snapshot.path.parent)) == 3
+
+
+def test_snapshot_without_a_lock_manager_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(descriptor: int, kind: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(snapshot_lock.fcntl, "lockf", no_locks)
+    snapshot = Snapshot(tmp_path / "s.pt")
+    assert snapshot.load() is None
+    assert "s.pt is not locked against other runs: [Errno 37] No locks" in snapshot.warnings[0]
+    snapshot.save(state(1))
+    assert step(snapshot) == 1
+
+
+def test_snapshot_keeps_a_symbolic_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    link = tmp_path / "latest.pt"
+    link.symlink_to("disk/real.pt")
+    snapshot = Snapshot(link)
+    for number in (1, 2):
+        snapshot.save(state(number))
+    assert link.is_symlink()
+    assert names(tmp_path / "disk") == [".real.pt.lock", "real.pt", "real.pt.previous"]
+    assert step(Snapshot(link)) == 2
+
+
+def test_snapshot_left_over_files_are_removed(tmp_path: Path) -> None:
+    for name in (".s.pt.0badcafe.writing", ".other.pt.0badcafe.writing"):
+        (tmp_path / name).touch()
+    Snapshot(tmp_path / "s.pt").load()
+    assert names(tmp_path) == [".other.pt.0badcafe.writing", ".s.pt.lock"]
+
+
+def test_snapshot_probe_finds_what_cannot_be_saved(snapshot: Snapshot) -> None:
+    before = names(snapshot.path.parent)
+    snapshot.probe(state(3))
+    with pytest.raises(SnapshotError, match=r"a snapshot cannot hold state\['bad'\]: set"):
+        snapshot.probe({"bad": {1}})
+    assert names(snapshot.path.parent) == before
+
+
+def test_snapshot_probe_names_the_space_needed(small_disk: Path) -> None:
+    snapshot = Snapshot(small_disk / "s.pt")
+    snapshot.probe(state(1, size=4000))  # three times 16,000 of 65,536 bytes
+    with pytest.raises(SnapshotError, match=r"\(ENOSPC\); each snapshot needs 24,000 bytes"):
+        snapshot.probe(state(1, size=6000))
+    snapshot.save(state(1, size=6000))
+    snapshot.save(state(1, size=6000))
+    assert names(small_disk) == [".s.pt.lock", "s.pt", "s.pt.previous"]

@@ -268,7 +268,7 @@ def test_trainer_refuses_what_does_not_fit_on_every_rank(
 
 
 def test_trainer_refuses_a_snapshot_of_another_loop(tmp_path: Path) -> None:
-    Snapshot(tmp_path / "s.pt").save({"epoch": 3, "model": {}})
+    Snapshot(tmp_path / "s.pt", lock=False).save({"epoch": 3, "model": {}})
     with world(tmp_path, (1, 1), train, Run((3, 5), tmp_path / "s.pt")) as running:
         assert running.wait() == [2, 2]
         logs = running.all_logs()

@@ -1,6 +1,7 @@
 """A Trainer on the ranks of a test world, with a kill, a signal or a full disk at a chosen moment."""
 
 import builtins
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,10 @@ from .worlds import tell
 
 @dataclass(frozen=True)
 class Run:
-    """``kill`` is (rank, kind, n): the rank kills itself at its n-th moment of that kind in this life, see ``_Killer``."""
+    """``kill`` is (rank, kind, n): the rank kills itself at its n-th moment of that kind, see ``_Killer``.
+
+    ``usr2`` is (rank, step) of a signal; ``fill`` is (file, step): it takes the rest of its disk.
+    """
 
     shares: tuple[int, ...]
     snapshot: Path
@@ -35,6 +39,7 @@ class Run:
     options: dict[str, Any] = field(default_factory=dict)
     kill: tuple[int, str, int] | None = None
     usr2: tuple[int, int] | None = None
+    fill: tuple[Path, int] | None = None
     poison: tuple[int, int] | None = None
     noisy: bool = False
     frozen: bool = False
@@ -57,6 +62,12 @@ class Report:
 
 def full_disk(record: dict[str, Any]) -> None:
     raise OSError(28, "No space left on device")
+
+
+def fill_disk(path: Path) -> None:
+    with open(path, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
 
 
 class StatefulModel(nn.Module):
@@ -211,6 +222,8 @@ def train(pipe: Connection, run: Run) -> Report:
                 tell(pipe, first_step)
             if run.usr2 == (world.rank, trainer.step):
                 os.kill(os.getpid(), signal.SIGUSR2)
+            if run.fill and world.rank == 0 and trainer.step == run.fill[1]:
+                fill_disk(run.fill[0])
 
         optimizer.register_step_pre_hook(before_step)
         result = trainer.train()

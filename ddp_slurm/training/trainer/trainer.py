@@ -6,23 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_slurm.balance import BalanceError
+from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.job_env import JobEnv
 from ddp_slurm.training.data import DataError, Source, as_source
 from ddp_slurm.training.process_group import World
 from ddp_slurm.training.process_group.stop_vote import StopVote
-from ddp_slurm.training.snapshot import SnapshotError
 from ddp_slurm.training.trainer.config import TrainerConfig
 from ddp_slurm.training.trainer.evaluation import evaluate
 from ddp_slurm.training.trainer.precision import choose_precision
 from ddp_slurm.training.trainer.progress import Progress
 from ddp_slurm.training.trainer.records import Records, open_recorder
 from ddp_slurm.training.trainer.report import print_rank_table, say
-from ddp_slurm.training.trainer.run_state import load_run_state, run_state
+from ddp_slurm.training.trainer.saver import Saver
 from ddp_slurm.training.trainer.step import OptimizerStep
 from ddp_slurm.training.uneven.batchnorm import BatchNormStatistics
 from ddp_slurm.training.uneven.calibrate import TrainingStep, measured_shares
@@ -92,6 +91,7 @@ class Trainer:
         )
         self.epoch, self.samples_done, self.step = 0, 0, 0
         self.records = Records(config.recorders)
+        self._saver = Saver(self)
         self._prints = world.rank == 0 and not config.quiet
         self._vote = StopVote(world.control)
         torch.manual_seed(seed_of(config.seed, world.rank, "rank"))
@@ -104,7 +104,8 @@ class Trainer:
 
     def train(self) -> Result:
         """Run to the end, or to a stop that a signal requested. All ranks return the same."""
-        self._resume()
+        if self._saver.load() and self._prints:
+            self._report_resume()
         if self.config.metrics_path is not None and self.world.rank == 0:
             self.records.add(open_recorder(self.config.metrics_path, self.step))
         if self._prints:
@@ -115,6 +116,7 @@ class Trainer:
         if self.epoch >= self.config.total_epochs and self.eval_data is not None:
             metrics = self.evaluate()  # of a run that had ended: its record exists
         while self.epoch < self.config.total_epochs:
+            self._saver.probe_once(after_step=False)
             if not self._train_epoch():
                 self._stop_early()
                 return Result(False, self.step, metrics)
@@ -178,6 +180,15 @@ class Trainer:
         order = torch.arange(samples) % len(self.train_data)
         return next(self.train_data.batches(order, [(0, samples)], epoch=0))
 
+    def _report_resume(self) -> None:
+        snapshot = self.config.snapshot
+        assert snapshot is not None
+        done = f"epoch {self.epoch} of {self.config.total_epochs} done"
+        say(
+            f"resumed from {snapshot.path}: {done}, then {self.samples_done} samples, "
+            f"step {self.step}"
+        )
+
     def _train_epoch(self) -> bool:
         """One epoch, or the rest of it; False if all ranks have agreed to stop early."""
         self.sampler.set_epoch(self.epoch, self.samples_done)
@@ -193,6 +204,7 @@ class Trainer:
                 inputs, targets = next(batches)
                 self._vote.cast(self.world.stop_requested and self.config.snapshot is not None)
                 self._train_step(index, inputs, targets)
+                self._saver.probe_once(after_step=True)
                 progress.after_step(index)
                 if index + 1 < steps:
                     self._save_within_epoch()
@@ -222,53 +234,26 @@ class Trainer:
                 self.records({**at, **metrics})
         every = self.config.save_every_epochs
         is_last = self.epoch == self.config.total_epochs
-        if is_last or (every and self.epoch % every == 0):
-            self._save(must=is_last)
+        if is_last:
+            self._saver.save_or_fail()
+        elif every and self.epoch % every == 0:
+            self._saver.save()
         return metrics
 
     def _save_within_epoch(self) -> None:
         every = self.config.save_every_steps
         if every and self.step % every == 0:
-            self._save(must=False)
-
-    def _resume(self) -> None:
-        snapshot = self.config.snapshot
-        state = snapshot.load() if snapshot is not None else None
-        if snapshot is None or state is None:
-            return
-        load_run_state(self, state)
-        if self.world.rank == 0:
-            for warning in snapshot.warnings:
-                say(f"warning: {warning}")
-        if self._prints:
-            say(
-                f"resumed from {snapshot.path}: epoch {self.epoch} of "
-                f"{self.config.total_epochs} done, then {self.samples_done} samples, "
-                f"step {self.step}"
-            )
-
-    def _save(self, *, must: bool) -> None:
-        """Write a snapshot. A failure is a warning, unless ``must``: then it ends all ranks."""
-        snapshot = self.config.snapshot
-        if snapshot is None:
-            return
-        state = run_state(self)
-        errors: list[str | None] = [None]
-        if self.world.rank == 0:
-            try:
-                snapshot.save(state)
-            except SnapshotError as error:
-                errors = [str(error)]
-                say(f"warning: {error}")
-        if must:
-            dist.broadcast_object_list(errors, src=0, group=self.world.control)
-            if errors[0] is not None:
-                raise SnapshotError(errors[0])
+            self._saver.save()
 
     def _stop_early(self) -> None:
-        self._save(must=True)
+        self._saver.save_or_fail()
         marker = JobEnv.from_environ().requeue_marker
         if self.world.rank == 0 and marker:
-            Path(marker).touch()
+            try:
+                Path(marker).touch()
+            except OSError as error:
+                raise DdpSlurmError(
+                    f"the snapshot is saved, but the job will not be requeued: {error}"
+                ) from error
         if self._prints:
             say(f"stopped by a signal after step {self.step}, with a snapshot to resume from")

@@ -145,7 +145,8 @@ def has_sync_batchnorm(model: nn.Module) -> bool:
 def wrap_model(model: nn.Module, device: torch.device) -> DistributedDataParallel:
     """DDP as it is right on uneven ranks. All ranks call it.
 
-    Each rank keeps its own BatchNorm statistics, see ``batchnorm``.
+    Each rank keeps its own BatchNorm statistics, see ``batchnorm``. A resumed process adds the
+    ranks' gradients up in the same order as an uninterrupted one, so that it gets the same bits.
     """
     # DDP would send rank 0's buffers before each forward. torch 2.13 renamed the option that stops
     # it; the older option also leaves out the synchronisation at the start.
@@ -155,9 +156,23 @@ def wrap_model(model: nn.Module, device: torch.device) -> DistributedDataParalle
         options = {"broadcast_buffers": False}
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
-    return DistributedDataParallel(
+    ddp = DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         **options,
     )
+    _settle_buckets(ddp)
+    return ddp
+
+
+def _settle_buckets(ddp: DistributedDataParallel) -> None:
+    """Let DDP choose its final buckets now, by the order of the parameters, the last one first.
+
+    After its first backward DDP regroups the gradients by their order in it, and a sum over three
+    or more ranks in another grouping differs in the last bit. A resumed process would take its
+    first step with the first grouping, where the uninterrupted one has the second.
+    Source: torch/csrc/distributed/c10d/reducer.cpp, Reducer::rebuild_buckets.
+    """
+    no_sample_loss(ddp).backward()  # type: ignore[no-untyped-call]
+    ddp.zero_grad(set_to_none=True)

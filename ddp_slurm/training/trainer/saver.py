@@ -1,0 +1,76 @@
+"""The Trainer's snapshots: checked at the start, loaded, saved now and then, saved or failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from ddp_slurm.training.snapshot import SnapshotError
+from ddp_slurm.training.trainer.report import say
+from ddp_slurm.training.trainer.run_state import load_run_state, run_state
+
+if TYPE_CHECKING:
+    from ddp_slurm.training.trainer import Trainer
+
+
+class Saver:
+    """Saves and restores a Trainer. All ranks call every method."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self._snapshot = trainer.config.snapshot
+        self._probed: set[bool] = set()
+
+    def load(self) -> bool:
+        """Continue from the snapshot, if one exists."""
+        state = self._snapshot.load() if self._snapshot is not None else None
+        if self._snapshot is None or state is None:
+            return False
+        if self.trainer.world.rank == 0:
+            for warning in self._snapshot.warnings:
+                say(f"warning: {warning}")
+        load_run_state(self.trainer, state)
+        return True
+
+    def probe_once(self, *, after_step: bool) -> None:
+        """Find out now, and not at the end of the training, that the state cannot be saved.
+
+        Before the first step, and once after it: only then has the optimizer its own state.
+        """
+        if self._snapshot is None or after_step in self._probed:
+            return
+        self._probed.add(after_step)
+        state, snapshot = run_state(self.trainer), self._snapshot
+        self._on_rank_0(lambda: snapshot.probe(state))
+
+    def save(self) -> None:
+        """Write a snapshot. A failure is a warning: the training continues, and the one before
+        it stays."""
+        if self._snapshot is None:
+            return
+        state = run_state(self.trainer)
+        if self.trainer.world.rank == 0:
+            try:
+                self._snapshot.save(state)
+            except SnapshotError as error:
+                say(f"warning: {error}")
+
+    def save_or_fail(self) -> None:
+        """Write a snapshot, or raise SnapshotError on every rank."""
+        if self._snapshot is None:
+            return
+        state, snapshot = run_state(self.trainer), self._snapshot
+        self._on_rank_0(lambda: snapshot.save(state))
+
+    def _on_rank_0(self, action: Callable[[], None]) -> None:
+        errors: list[str | None] = [None]
+        if self.trainer.world.rank == 0:
+            try:
+                action()
+            except SnapshotError as error:
+                errors = [str(error)]
+        dist.broadcast_object_list(errors, src=0, group=self.trainer.world.control)
+        if errors[0] is not None:
+            raise SnapshotError(errors[0])
