@@ -96,7 +96,7 @@ slurm() {
     case ${block_text:-} in # every other request to a controller that is down waits for a minute
     *' UP'*)
         block slurm.config scontrol show config
-        block slurm.nodes scontrol -o show node
+        block slurm.nodes scontrol show node
         ;;
     esac
     for folder in ${SLURM_CONF:+"${SLURM_CONF%/*}"} /etc/slurm /etc/slurm-llnl /run/slurm/conf /usr/local/etc; do

@@ -10,12 +10,13 @@ from typing import Any
 from ddp_slurm import console
 from ddp_slurm.backends import sbatch
 from ddp_slurm.errors import counted
-from ddp_slurm.job.log_path import make_log_folder, runs_folder
+from ddp_slurm.job.log_path import make_log_folder
 from ddp_slurm.job.options import OptionsError
 from ddp_slurm.plan import Plan
 from ddp_slurm.plan.commands import add_job_options, request_of
 from ddp_slurm.plan.request import Reading, Request, read_request
 from ddp_slurm.render import render_sbatch
+from ddp_slurm.runs.run_folder import runs_folder
 
 BACKENDS = ("auto", "sbatch", "submitit", "torchrun", "local")
 IN_THE_TERMINAL = ("local", "torchrun")
@@ -142,7 +143,7 @@ def _submit_to_slurm(plan: Plan, request: Request, *, dry_run: bool, follow: boo
     if dry_run:
         print(script, end="")
         return
-    from ddp_slurm.runs.run_folder import make_runs_folder
+    from ddp_slurm.runs.keep import make_runs_folder
 
     make_log_folder(plan.options)
     make_runs_folder(runs)
@@ -151,26 +152,20 @@ def _submit_to_slurm(plan: Plan, request: Request, *, dry_run: bool, follow: boo
     console.say(f"submitted; the log is {_shown_log(plan, job_id)}")
     print(job_id, flush=True)
     if follow:
-        from ddp_slurm.runs import commands as jobs
+        from ddp_slurm.runs.follow import follow as follow_job
+        from ddp_slurm.runs.job import find_job
 
-        raise SystemExit(jobs.follow(jobs.Job.find(job_id, runs), sys.stderr))
+        submitted, _ = find_job(job_id, runs)
+        raise SystemExit(follow_job(submitted, sys.stderr))
 
 
 def _submit_script(plan: Plan, script: str, runs: Path, cluster_file: Path | None) -> str:
     """Returns the job's id."""
-    from ddp_slurm.runs.run_folder import keep_run
+    from ddp_slurm.runs.keep import Submission, keep_run
 
     now = time.time()
     job_id = sbatch.submit(script)
-    keep_run(
-        plan,
-        runs=runs,
-        job_id=job_id,
-        backend="sbatch",
-        script=script,
-        cluster_file=cluster_file,
-        submitted_at=now,
-    )
+    keep_run(Submission(plan, "sbatch", script, now, cluster_file), runs, job_id)
     return job_id
 
 

@@ -1,36 +1,29 @@
-"""A Cluster from the live Slurm: ``scontrol -o show node`` reads the same on all releases from 20.11 to 26.05."""
+"""A Cluster from the live Slurm."""
 
-import os
 import re
-import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ddp_slurm.ask import NOT_FOUND
 from ddp_slurm.cluster.machines import Cluster, Node, NodeEntry
 from ddp_slurm.cluster.write import cluster_yaml
 from ddp_slurm.console import Commands, add_command, say
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.schema.schema import Invalid
-from ddp_slurm.slurm_client.commands import clean_environ
+from ddp_slurm.slurm_client.commands import ask_slurm
+from ddp_slurm.slurm_client.records import (
+    Gres,
+    NodeRecord,
+    PartitionRecord,
+    read_nodes,
+    read_partitions,
+    unavailable_words,
+)
 
-TIMEOUT_SECONDS = 60
-UNUSABLE = {
-    "DOWN",
-    "DRAIN",
-    "DRAINED",
-    "DRAINING",
-    "ERROR",
-    "FAIL",
-    "FAILING",
-    "FUTURE",
-    "INVAL",
-    "INVALID_REG",
-    "MAINT",
-    "NO_RESPOND",
-    "NOT_RESPONDING",
-    "UNKNOWN",
-}
 WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@-]*")
+"""What cluster.yaml takes as the name of a partition or a feature."""
+GPU_TYPE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+NO_MEMORY_MB = 1
+"""Slurm's value for a node whose memory slurm.conf does not give."""
 
 
 class DiscoverError(DdpSlurmError):
@@ -45,16 +38,28 @@ class Discovered:
     left_out: tuple[str, ...]
 
 
-def discover() -> Cluster:
-    """Ask the Slurm of this machine for its nodes. What cannot be used is left out and named on stderr.
+def add_commands(commands: Commands) -> None:
+    """discover."""
+    add_command(commands, "discover", discover_command)
 
-    Raises DiscoverError where scontrol is missing or gets no answer, and where no usable node has a GPU.
+
+def discover_command() -> None:
+    """Print a cluster.yaml of the live Slurm; what cannot be used is reported on stderr."""
+    heading = ["Made by ddp-slurm discover; the first node with GPUs is the host of rank 0."]
+    print(cluster_yaml(discover(), heading), end="")
+
+
+def discover() -> Cluster:
+    """Ask the Slurm of this machine for its nodes. What is left out is reported on stderr.
+
+    Raises DiscoverError where scontrol is missing or gets no response, and where no usable node has
+    a GPU.
     """
     config = _scontrol("show", "config")
     name = re.search(r"^ClusterName\s*= *(\S+)", config, re.MULTILINE)
-    found = read_nodes(
-        _scontrol("-o", "show", "node"),
-        _scontrol("-o", "show", "partition"),
+    found = cluster_of(
+        _scontrol("show", "node"),
+        _scontrol("show", "partition"),
         name[1] if name and name[1] != "(null)" else "cluster",
     )
     for line in found.left_out:
@@ -64,162 +69,112 @@ def discover() -> Cluster:
 
 def _scontrol(*arguments: str) -> str:
     command = ["scontrol", *arguments]
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TIMEOUT_SECONDS,
-            env=clean_environ(os.environ),
+    answer = ask_slurm(command)
+    if answer.status == NOT_FOUND:
+        raise DiscoverError(
+            "no cluster.yaml and no scontrol on PATH: write a cluster.yaml, "
+            "or go to a login node of the cluster"
         )
-    except FileNotFoundError:
-        raise DiscoverError(
-            "no cluster.yaml and no scontrol on PATH: write a cluster.yaml, or go to a login node of the cluster"
-        ) from None
-    except subprocess.TimeoutExpired:
-        raise DiscoverError(
-            f"{' '.join(command)}: no answer within {TIMEOUT_SECONDS} s; does slurmctld run?"
-        ) from None
-    if done.returncode:
-        raise DiscoverError(
-            f"{' '.join(command)}: {(done.stderr or done.stdout).strip() or 'failed without a word'}"
-        )
-    return done.stdout
+    if answer.status:
+        raise DiscoverError(f"{' '.join(command)}: {answer.text or 'failed without a message'}")
+    return answer.out
 
 
-def read_nodes(nodes: str, partitions: str, name: str) -> Discovered:
-    """The cluster that two outputs of ``scontrol -o`` describe.
+def cluster_of(nodes: str, partitions: str, name: str) -> Discovered:
+    """The cluster that ``scontrol show node`` and ``scontrol show partition`` describe.
 
-    ``nodes`` and ``partitions`` are those of ``show node`` and ``show partition``; ``name`` is the cluster's.
-    Raises DiscoverError where no usable node has a GPU, and for a value that cluster.yaml could not hold.
+    Args:
+        name: the cluster's.
+
+    Raises DiscoverError where no usable node has a GPU.
     """
-    open_partitions = _open_partitions(partitions)
-    usable, left_out = [], []
-    for record in _records(nodes, "NodeName"):
-        node_name = record["NodeName"]
-        here = [name for name in open_partitions if name in record.get("Partitions", "").split(",")]
-        fault = _why_unusable(record, here)
-        if fault:
-            left_out.append(f"left out: {node_name}: {fault}")
-            continue
-        node, dropped = _node(record, open_partitions, here)
-        usable.append(node)
-        left_out += [f"left out: {node_name}: {what}" for what in dropped]
+    open_partitions = _open_partitions(read_partitions(partitions))
+    usable: list[Node] = []
+    left_out: list[str] = []
+    for record in read_nodes(nodes):
+        here = [p for p in open_partitions if p.name in record.partitions]
+        error = _why_unusable(record, here)
+        if error is None:
+            try:
+                node, dropped = _node(record, here[0])
+            except Invalid as invalid:
+                error = f"cluster.yaml cannot hold it: {invalid}"
+            else:
+                usable.append(node)
+                left_out += [f"left out: {record.name}: {what}" for what in dropped]
+        if error:
+            left_out.append(f"left out: {record.name}: {error}")
     if not any(node.gpus for node in usable):
-        raise DiscoverError(
-            "\n".join(
-                [*left_out, f"Slurm's cluster {name!r} has no usable node with a GPU (gres/gpu)"]
-            )
-        )
+        message = f"Slurm's cluster {name!r} has no usable node with a GPU (gres/gpu)"
+        raise DiscoverError("\n".join([*left_out, message]))
     return Discovered(Cluster(name, tuple(usable)), tuple(left_out))
 
 
-def _records(text: str, first_key: str) -> Iterator[dict[str, str]]:
-    """Key=value pairs of each line. A value may hold spaces (OS=, Reason=), and the free text in the last ones may
-    look like another pair, so the first of a key holds."""
-    for line in text.splitlines():
-        if line.startswith(f"{first_key}="):
-            record: dict[str, str] = {}
-            for key, value in re.findall(r"(?:^| )([A-Za-z_/]+)=(.*?)(?= [A-Za-z_/]+=|$)", line):
-                record.setdefault(key, value.strip())
-            yield record
+def _open_partitions(partitions: list[PartitionRecord]) -> list[PartitionRecord]:
+    """Those that take jobs: the default first, then the largest."""
+    opened = [p for p in partitions if p.state == "UP" and not p.root_only]
+    return sorted(opened, key=lambda p: (not p.is_default, -p.total_nodes))
 
 
-def _open_partitions(text: str) -> dict[str, bool]:
-    """Name -> whether it is the default, of those that take jobs; the default first, then the largest."""
-    partitions = [
-        p
-        for p in _records(text, "PartitionName")
-        if p.get("State") == "UP" and p.get("RootOnly") != "YES"
-    ]
-    partitions.sort(key=lambda p: (p.get("Default") != "YES", -int(p.get("TotalNodes", "0"))))
-    return {p["PartitionName"]: p.get("Default") == "YES" for p in partitions}
-
-
-def _why_unusable(record: dict[str, str], open_partitions: list[str]) -> str | None:
-    state = record.get("State", "UNKNOWN")
-    reason = record.get("Reason", "")
-    # A star behind the state: slurmd does not answer.
-    if "*" in state or set(re.findall(r"[A-Z_]+", state)) & UNUSABLE:
-        return f"its state is {state}" + (f": {reason}" if reason else "")
+def _why_unusable(node: NodeRecord, open_partitions: list[PartitionRecord]) -> str | None:
+    if unavailable_words(node.state):
+        reason = f": {node.reason}" if node.reason else ""
+        return f"its state is {node.state}{reason}"
     if not open_partitions:
-        return f"no open partition takes it (Partitions={record.get('Partitions', '')})"
+        return f"no open partition has it (Partitions={','.join(node.partitions)})"
     return None
 
 
-def _node(
-    record: dict[str, str], partitions: dict[str, bool], here: list[str]
-) -> tuple[Node, list[str]]:
-    """The node, and what of it cluster.yaml cannot hold."""
-    dropped = []
-    gpus, other_types = _gpus(record.get("Gres", ""))
-    dropped += [
-        f"the type {kind!r} of its GPUs, which any GPU of the node then stands for"
-        for kind in other_types
-    ]
-    words = [
-        word
-        for word in record.get("AvailableFeatures", "").split(",")
-        if word not in ("", "(null)")
-    ]
-    dropped += [f"its feature {word!r}" for word in words if not WORD.fullmatch(word)]
-    cpus = int(record.get("CPUEfctv") or record["CPUTot"])
-    memory_mb = int(record.get("RealMemory", "1")) - int(record.get("MemSpecLimit", "0"))
+def _node(record: NodeRecord, partition: PartitionRecord) -> tuple[Node, list[str]]:
+    """The node, and what of it is left out since cluster.yaml cannot hold it. Raises Invalid."""
+    gpus, dropped = _gpus(record.gres)
+    dropped += [f"its feature {word!r}" for word in record.features if not WORD.fullmatch(word)]
+    memory_mb = (record.real_memory_mb or NO_MEMORY_MB) - record.reserved_memory_mb
     entry: dict[str, object] = {
-        "name": record["NodeName"],
+        "name": record.name,
         "gpus": gpus,
-        "cpus": cpus,
-        "memory": memory_mb
-        if memory_mb > 1
-        else None,  # 1 is what Slurm takes where the admin set none
-        "address": record.get("NodeAddr") if record.get("NodeAddr") != record["NodeName"] else None,
-        "partition": None if partitions[here[0]] else here[0],
-        "features": [word for word in words if WORD.fullmatch(word)],
-        **_topology(record, cpus),
+        "cpus": record.usable_cpus,
+        "memory": memory_mb if memory_mb > NO_MEMORY_MB else None,
+        "address": record.address if record.address != record.name else None,
+        "partition": None if partition.is_default else partition.name,
+        "features": [word for word in record.features if WORD.fullmatch(word)],
+        **_topology(record),
     }
-    try:
-        return NodeEntry.read(entry).first, dropped
-    except Invalid as invalid:
-        raise DiscoverError(
-            f"node {record['NodeName']!r} of the live Slurm: {invalid}; write a cluster.yaml"
-        ) from None
+    return NodeEntry.read(entry).first, dropped
 
 
-def _gpus(gres: str) -> tuple[list[dict[str, object]], list[str]]:
-    """GPUs of ``gpu:a100:4(S:0-1),gpu:titan:1,mps:200``, and the types that cannot be written again."""
+def _gpus(gres: tuple[Gres, ...]) -> tuple[list[dict[str, object]], list[str]]:
+    """The GPUs as cluster.yaml has them, and what it cannot hold.
+
+    Beside GPUs without a type Slurm refuses a type in one request, so they then all have none.
+    """
     counts: dict[str | None, int] = {}
-    strange = []
-    for item in re.sub(r"\([^)]*\)", "", gres).split(","):
-        words = [word for word in item.strip().split(":") if word != "no_consume"]
-        if words[0] != "gpu":
+    dropped = []
+    for item in gres:
+        if item.name != "gpu":
             continue
-        count = int(words.pop()) if len(words) > 1 and words[-1].isdigit() else 1
-        kind = ":".join(words[1:]) or None
-        if kind is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", kind):
-            strange.append(kind)
+        kind = item.type
+        if kind is not None and not GPU_TYPE.fullmatch(kind):
+            dropped.append(f"the type {kind!r} of its GPUs: cluster.yaml gives them no type")
             kind = None
-        counts[kind] = counts.get(kind, 0) + count
-    if None in counts:  # beside it Slurm refuses a type in one request
+        counts[kind] = counts.get(kind, 0) + item.count
+    if None in counts:
         counts = {None: sum(counts.values())}
-    return [{"type": kind, "count": count} for kind, count in counts.items() if count], strange
+    models: list[dict[str, object]] = [
+        {"type": kind, "count": count} for kind, count in counts.items() if count
+    ]
+    return models, dropped
 
 
-def _topology(record: dict[str, str], cpus: int) -> dict[str, int]:
-    """Sockets, cores and threads; without a topology in slurm.conf Slurm calls every CPU a socket."""
-    sockets, cores, threads = (
-        int(record.get(key, "1")) for key in ("Sockets", "CoresPerSocket", "ThreadsPerCore")
-    )
-    if cores * threads == 1 or cpus not in (sockets * cores, sockets * cores * threads):
+def _topology(record: NodeRecord) -> dict[str, int]:
+    """Sockets, cores and threads; empty where slurm.conf gives none.
+
+    Slurm then counts every CPU as a socket.
+    """
+    sockets = record.sockets or 1
+    cores = record.cores_per_socket or 1
+    threads = record.threads_per_core or 1
+    has_topology = cores * threads > 1
+    if not has_topology or record.usable_cpus not in (sockets * cores, sockets * cores * threads):
         return {}
     return {"sockets": sockets, "cores_per_socket": cores, "threads_per_core": threads}
-
-
-def add_commands(commands: Commands) -> None:
-    add_command(commands, "discover", discover_command)
-
-
-def discover_command() -> None:
-    """Print a cluster.yaml of the live Slurm; what cannot be used is named on stderr."""
-    heading = ["Made by ddp-slurm discover; the first node with GPUs is the host of rank 0."]
-    print(cluster_yaml(discover(), heading), end="")

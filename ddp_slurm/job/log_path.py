@@ -1,15 +1,11 @@
-"""The path of a job's log, and of the folder of run folders beside it."""
+"""The path of a job's log."""
 
 import os
 import re
 from collections.abc import Mapping
-from itertools import takewhile
-from pathlib import Path
 
 from ddp_slurm.job.options import JobOptions, OptionsError
 from ddp_slurm.user import user_name
-
-RUNS_FOLDER = "ddp_slurm_runs"
 
 
 def with_log_path(options: JobOptions, job_name: str) -> JobOptions:
@@ -71,19 +67,3 @@ def _filled(text: str, values: Mapping[str, str]) -> str | None:
     if any(pattern not in values for pattern in patterns):
         return None
     return "".join(values.get(part, part) for part in parts)
-
-
-def runs_folder(output: str) -> Path:
-    """The folder of the run folders: beside the log, above the first folder that has a pattern.
-
-    Nothing can be kept beside a device such as /dev/null: then it is in the current folder.
-    """
-    if os.path.exists(output) and not os.path.isfile(output):
-        output = "log"
-    fixed = takewhile(_has_no_pattern, Path(output).parent.parts)
-    folder = os.path.join("", *(part.replace("%%", "%") for part in fixed))
-    return Path(os.path.abspath(folder)) / RUNS_FOLDER
-
-
-def _has_no_pattern(part: str) -> bool:
-    return "%" not in part.replace("%%", "")

@@ -1,1 +1,1 @@
-"""Submitted jobs: their folder, their log, their state, and the commands status, logs and cancel."""
+"""Submitted jobs: folder, log and state, and the commands status, logs and cancel."""

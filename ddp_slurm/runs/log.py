@@ -5,54 +5,72 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
+CHUNK_BYTES = 1 << 20
 TAIL_LINES = 20
 TAIL_BYTES = 64 * 1024
 
 
 class RankFilter:
-    """Tells one rank's lines from the others' by the label that srun or the local backend puts before them.
+    """Selects one rank's lines by the label that srun or the local backend puts before them.
 
     srun: ``4: text``, the number padded to the width of the last one; local: ``[4 alpha] text``.
     """
 
     def __init__(self, rank: int) -> None:
-        self._label = re.compile(rf" *0*{rank}: ?|\[ *{rank} [^]]*\] ")
+        label = rf" *0*{rank}: ?|\[ *{rank} [^]\n]*\] "
+        self._label = re.compile(label)
+        self._line = re.compile(rf"^(?:{label}).*\n?", re.MULTILINE)
 
     def text(self, line: str) -> str | None:
         """The line without its label, None for a line that is not this rank's."""
         match = self._label.match(line)
         return line[match.end() :] if match else None
 
-    def __call__(self, line: str) -> bool:
-        return self._label.match(line) is not None
+    def lines(self, text: str) -> str:
+        """This rank's lines of a text of whole lines, with their labels."""
+        return "".join(self._line.findall(text))
 
 
 class GrowingLog:
-    """A log file that may not be there yet, is written by others, and is continued when the job is requeued."""
+    """A log file that may not exist yet, and is continued when the job is requeued."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = 0
-        self._rest = b""
+        self._cut_line: list[bytes] = []
+        """The pieces of a last line whose end is not written yet."""
 
-    def new_lines(self, *, ended: bool = False) -> Iterator[str]:
-        """Whole lines since the last call; with ``ended`` also a last one without an end."""
+    def new_text(self, *, ended: bool = False) -> Iterator[str]:
+        """The whole lines since the last call, in large pieces.
+
+        With ``ended`` a last line without an end is whole, too, and gets its end.
+        """
+        for chunk in self._new_chunks():
+            end = chunk.rfind(b"\n") + 1
+            pieces = [*self._cut_line, chunk[:end]] if end else []
+            if end:
+                self._cut_line = []
+            self._cut_line.append(chunk[end:])
+            if pieces:
+                yield b"".join(pieces).decode(errors="replace")
+        last = b"".join(self._cut_line) if ended else b""
+        if last:
+            self._cut_line = []
+            yield last.decode(errors="replace") + "\n"
+
+    def _new_chunks(self) -> Iterator[bytes]:
         try:
-            with self.path.open("rb") as file:
-                if (
-                    file.seek(0, 2) < self._offset
-                ):  # emptied, as --open-mode=truncate does at a requeue
-                    self._offset, self._rest = 0, b""
-                file.seek(self._offset)
-                for chunk in iter(lambda: file.read(1 << 20), b""):
-                    self._offset += len(chunk)
-                    *lines, self._rest = (self._rest + chunk).split(b"\n")
-                    yield from (line.decode(errors="replace") for line in lines)
+            file = self.path.open("rb")
         except FileNotFoundError:
             return
-        if ended and self._rest:
-            rest, self._rest = self._rest, b""
-            yield rest.decode(errors="replace")
+        with file:
+            if file.seek(0, 2) < self._offset:  # emptied: --open-mode=truncate, at a requeue
+                self._offset = 0
+                self._cut_line = []
+            file.seek(self._offset)
+            while chunk := file.read(CHUNK_BYTES):
+                self._offset += len(chunk)
+                yield chunk
 
 
 def tail(path: Path, lines: int = TAIL_LINES) -> str:

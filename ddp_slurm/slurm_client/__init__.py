@@ -1,1 +1,1 @@
-"""The one way to ask Slurm: its commands, one parser of its records, the states of jobs and nodes."""
+"""The one way to ask Slurm: its clients, one parser of its records, the states of jobs."""

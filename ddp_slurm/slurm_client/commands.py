@@ -1,4 +1,4 @@
-"""The one way to run a client of Slurm: without the variables of a surrounding job, with a limit."""
+"""The one way to run a client of Slurm: in a clean environment, with a limit."""
 
 import os
 import re
@@ -22,12 +22,16 @@ def clean_environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def ask_slurm(argv: Sequence[str], *, timeout_seconds: float = ANSWER_SECONDS) -> Answer:
-    """Run a client of Slurm; like ``ask``, it never raises.
+    """Run a client of Slurm; like ``ask``, it never raises."""
+    return ask(argv, timeout_seconds=timeout_seconds, environ=client_environ())
 
-    The user's own SQUEUE_FORMAT, SACCT_FORMAT and the like would change what it prints.
+
+def client_environ() -> dict[str, str]:
+    """The clean environment of this process without what changes a client's output.
+
+    Such as the user's own SQUEUE_FORMAT and SACCT_FORMAT.
     """
-    environ = _without(clean_environ(os.environ), "SQUEUE|SACCT|SCONTROL|SINFO")
-    return ask(argv, timeout_seconds=timeout_seconds, environ=environ)
+    return _without(clean_environ(os.environ), "SQUEUE|SACCT|SCONTROL|SINFO")
 
 
 def _without(environ: Mapping[str, str], prefixes: str) -> dict[str, str]:

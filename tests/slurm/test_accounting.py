@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from ddp_slurm.ask import Answer
 from ddp_slurm.cluster import Cluster
 from ddp_slurm.lab import Lab, daemons
 from ddp_slurm.render.templating import render_template
-from ddp_slurm.runs.commands import Job
-from ddp_slurm.slurm_client.states import Answer, ask, read_state
+from ddp_slurm.runs.job import Job
+from ddp_slurm.slurm_client.commands import ask_slurm
+from ddp_slurm.slurm_client.sources import read_state
 
 from .conftest import LIVE_CLUSTER
 
@@ -164,35 +166,27 @@ def here(
 def forgetful(argv: Sequence[str]) -> Answer:
     """A slurmctld that has forgotten its jobs, with the real sacct."""
     if argv[0] == "sacct":
-        return ask(argv)
+        return ask_slurm(argv)
     return Answer(1, "", "slurm_load_jobs error: Invalid job id specified")
 
 
 def submit(*command: str) -> Job:
     from ddp_slurm.backends import sbatch
-    from ddp_slurm.job.log_path import runs_folder
     from ddp_slurm.job.options import JobOptions
     from ddp_slurm.plan import make_plan
     from ddp_slurm.render import render_sbatch
-    from ddp_slurm.runs.run_folder import keep_run
+    from ddp_slurm.runs.keep import Submission, keep_run
+    from ddp_slurm.runs.run_folder import runs_folder
 
     plan = make_plan(Cluster.load("cluster.yaml"), JobOptions(command=command, time="5"))
     runs, now = runs_folder(plan.options.output), time.time()
     script = render_sbatch(plan, runs)
     job_id = sbatch.submit(script)
-    run = keep_run(
-        plan,
-        runs=runs,
-        job_id=job_id,
-        backend="sbatch",
-        script=script,
-        cluster_file=None,
-        submitted_at=now,
-    )
+    run = keep_run(Submission(plan, "sbatch", script, now), runs, job_id)
     return Job(job_id, run)
 
 
-def test_ends_are_told_by_slurm_and_by_its_database(here: Path) -> None:
+def test_slurm_and_its_database_know_how_jobs_ended(here: Path) -> None:
     good, bad = submit("true"), submit("bash", "-c", "exit $((SLURM_PROCID == 4 ? 3 : 0))")
     for job, state, status in ((good, "COMPLETED", 0), (bad, "FAILED", 3)):
         wait(lambda job=job: job.state().is_final, here / f"lab-{job.id}.out")
@@ -216,7 +210,7 @@ def test_ends_are_told_by_slurm_and_by_its_database(here: Path) -> None:
         ]
 
 
-def test_a_cancelled_job(here: Path) -> None:
+def test_cancelled_job_in_the_database(here: Path) -> None:
     job = submit("sleep", "600")
     wait(lambda: job.state().state == "RUNNING", here / f"lab-{job.id}.out")
     subprocess.run(["scancel", job.id], check=True)

@@ -1,11 +1,13 @@
 """A cluster from scontrol's output, recorded on live daemons of four releases."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from ddp_slurm.cluster import GpuModel, Node
-from ddp_slurm.cluster.discover import Discovered, DiscoverError, discover, read_nodes
+from ddp_slurm.cluster.discover import Discovered, DiscoverError, cluster_of, discover
+from ddp_slurm.slurm_client.records import read_nodes
 
 RECORDED = Path(__file__).parent / "scontrol"
 NODE = (
@@ -22,7 +24,7 @@ def read(*changes: tuple[str, str], partitions: str = PARTITION) -> Discovered:
         assert old in line
         line = line.replace(old, new)
     usable = NODE.replace("n1", "other")
-    return read_nodes(f"{line}\n{usable}\n", partitions, "lab")
+    return cluster_of(f"{line}\n{usable}\n", partitions, "lab")
 
 
 def first_node(*changes: tuple[str, str], partitions: str = PARTITION) -> Node:
@@ -33,7 +35,7 @@ def first_node(*changes: tuple[str, str], partitions: str = PARTITION) -> Node:
 def test_recorded_on_live_daemons(release: str) -> None:
     nodes = (RECORDED / release / "node.txt").read_text()
     assert f"Version={release}." in nodes
-    found = read_nodes(nodes, (RECORDED / release / "partition.txt").read_text(), "trio")
+    found = cluster_of(nodes, (RECORDED / release / "partition.txt").read_text(), "trio")
     expected = {
         "alpha": Node(
             "alpha",
@@ -72,7 +74,24 @@ def test_recorded_on_live_daemons(release: str) -> None:
         "epsilon: its state is IDLE+DRAIN: gres/gpu count reported lower than configured (1 < 4)"
         in epsilon
     )
-    assert "zeta: no open partition takes it (Partitions=closed)" in zeta
+    assert "zeta: no open partition has it (Partitions=closed)" in zeta
+
+
+@pytest.mark.parametrize("release", ["20.11", "22.05", "24.11", "26.05"])
+def test_free_text_recorded_on_live_daemons(release: str) -> None:
+    """alpha's reason and beta's comment hold Gres=, State=, CPUTot= and MemSpecLimit=."""
+    nodes = (RECORDED / release / "node_lines.txt").read_text()
+    assert re.search(r"^ +Reason=fan.*\n.*State=IDLE Gres=gpu:x:9 CPUTot=1", nodes, re.MULTILINE)
+    partitions = (RECORDED / release / "partition_lines.txt").read_text()
+    found = cluster_of(nodes, partitions, "lab")
+    (beta,) = found.cluster.nodes
+    assert (beta.name, beta.gres, beta.cpus, beta.memory_mb) == ("beta", "gpu:v100:2", 16, 122880)
+    assert beta.partition is None
+    alpha, gamma = found.left_out
+    assert alpha == "left out: alpha: its state is IDLE+DRAIN: fan"
+    assert "gamma: its state is" in gamma
+    assert "MAINT" in gamma
+    assert [record.gpus for record in read_nodes(nodes)] == [4, 2, 1]
 
 
 @pytest.mark.parametrize(
@@ -88,6 +107,10 @@ def test_recorded_on_live_daemons(release: str) -> None:
             "MIXED+PLANNED",
             "RESERVED",
             "IDLE+DYNAMIC_NORM",
+            "IDLE~",
+            "MIXED#",
+            "IDLE+CLOUD+NOT_RESPONDING+POWERING_UP",
+            "IDLE+POWERING_DOWN",
         )
     ]
     + [
@@ -105,6 +128,11 @@ def test_recorded_on_live_daemons(release: str) -> None:
             "INVAL",
             "IDLE+FAIL",
             "IDLE+MAINT",
+            "IDLE+MAINTENANCE+RESERVED",
+            "MAINT",
+            "IDLE$",
+            "IDLE+INVALID_REG",
+            "DOWN+CLOUD+POWERED_DOWN",
         )
     ],
 )
@@ -123,6 +151,8 @@ def test_states(state: str, usable: bool) -> None:
         ("gpu", [(None, 1)]),
         ("gpu:1g.5gb:7", [("1g.5gb", 7)]),
         ("gpu:no_consume:3", [(None, 3)]),
+        ("gpu:4090:2", [("4090", 2)]),
+        ("gpu:a100", [("a100", 1)]),
         ("shard:gpu:8,craynetwork:2", []),
         ("(null)", []),
     ],
@@ -190,17 +220,17 @@ def test_no_node_to_train_on() -> None:
     with pytest.raises(
         DiscoverError, match=r"(?s)n1: its state is IDLE\+DRAIN: broken.*no usable node with a GPU"
     ):
-        read_nodes(drained, PARTITION, "lab")
+        cluster_of(drained, PARTITION, "lab")
     with pytest.raises(DiscoverError, match="no usable node with a GPU"):
-        read_nodes("No nodes in the system\n", PARTITION, "lab")
+        cluster_of("No nodes in the system\n", PARTITION, "lab")
 
 
 SCONTROL = r"""
 [[ -z ${SLURM_CLUSTERS:-} ]] || { echo "not a clean environment" >&2; exit 1; }
 case "$*" in
     "show config") echo "ClusterName             = lab9" ;;
-    "-o show node") echo "@NODE" ;;
-    "-o show partition") echo "@PARTITION" ;;
+    "show node") echo "@NODE" ;;
+    "show partition") echo "@PARTITION" ;;
     *) exit 1 ;;
 esac
 """

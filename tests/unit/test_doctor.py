@@ -11,10 +11,10 @@ from ddp_slurm.admin import doctor
 from ddp_slurm.admin.doctor import CHECKS, Finding, Severity, Snapshot, diagnose, look
 from ddp_slurm.admin.doctor import ask as asking
 from ddp_slurm.admin.doctor.checks_training import is_served
-from ddp_slurm.admin.doctor.snapshot import gpus_of_gres, parse_slurm_nodes
 from ddp_slurm.admin.facts import Block, Facts
 from ddp_slurm.ask import Answer
 from ddp_slurm.cluster import Cluster, GpuModel, Node
+from ddp_slurm.slurm_client.records import read_nodes
 from ddp_slurm.ssh.command import RemoteError
 
 NODES = (
@@ -601,20 +601,6 @@ def test_is_served_follows_binary_compatibility(capability: str, built: str, ser
     assert is_served(capability, built.split()) is served
 
 
-@pytest.mark.parametrize(
-    ("gres", "count"),
-    [
-        ("gpu:4", 4),
-        ("gpu:a100:2(S:0-1),gpu:titan:1", 3),
-        ("(null)", 0),
-        ("nic:2,gpu:v100:1", 1),
-        ("gpu:rtx_3090:2(IDX:0-1)", 2),
-    ],
-)
-def test_gpus_of_gres_counts_all_types(gres: str, count: int) -> None:
-    assert gpus_of_gres(gres) == count
-
-
 def test_cluster_to_ask_is_slurms_without_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -629,11 +615,11 @@ def test_cluster_to_ask_is_slurms_without_a_file(
         ("beta", "10.0.0.1", 2),
         ("alpha", "10.0.0.1", 2),
     ]
-    assert parse_slurm_nodes(NODES_TEXT)[0].real_memory_mb == 30000
+    assert read_nodes(NODES_TEXT)[0].real_memory_mb == 30000
     scontrol.write_text("#!/bin/sh\nexit 1\n")
     with pytest.raises(asking.DoctorError, match="--cluster FILE"):
         asking.cluster_to_ask(None)
-    with pytest.raises(asking.DoctorError, match="'telnet' is not known"):
+    with pytest.raises(asking.DoctorError, match="'telnet' does not exist"):
         asking.runner_of("telnet")
 
 

@@ -16,12 +16,16 @@ from pathlib import Path
 import pytest
 
 from ddp_slurm.cluster import Cluster
-from ddp_slurm.job.log_path import RUNS_FOLDER
 from ddp_slurm.job.options import JobOptions
 from ddp_slurm.plan import make_plan
 from ddp_slurm.runs import commands as jobs
-from ddp_slurm.runs.commands import Job, JobError, follow, process_start, status_text
-from ddp_slurm.runs.run_folder import Run, RunError, keep_run
+from ddp_slurm.runs import follow as following
+from ddp_slurm.runs import process
+from ddp_slurm.runs.commands import status_text
+from ddp_slurm.runs.follow import follow
+from ddp_slurm.runs.job import Job, find_job
+from ddp_slurm.runs.keep import Submission, keep_run
+from ddp_slurm.runs.run_folder import RUNS_FOLDER, JobError, Run, RunError
 from ddp_slurm.slurm_client.states import ComponentState, JobState, Patience, StateError
 
 from ..processes import running
@@ -43,15 +47,7 @@ def run(uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A kept Slurm job 48, with its log."""
     monkeypatch.chdir(tmp_path)
     plan = make_plan(Cluster.load(uneven), JobOptions(command=("python", "train.py")))
-    kept = keep_run(
-        plan,
-        runs=tmp_path / RUNS_FOLDER,
-        job_id="48",
-        backend="sbatch",
-        script="",
-        cluster_file=uneven,
-        submitted_at=0,
-    )
+    kept = keep_run(Submission(plan, "sbatch", "", 0, uneven), tmp_path / RUNS_FOLDER, "48")
     assert kept is not None
     (tmp_path / "lab-48.out").write_text("0: a\n4: b\nsrun: error: x\n4: c\n")
     return kept
@@ -68,7 +64,7 @@ def cli(*args: str, path: Path | None = None) -> "subprocess.CompletedProcess[st
     )
 
 
-def test_status_of_each_component(run: Run) -> None:
+def test_status_lists_each_component(run: Run) -> None:
     text = status_text(Job("48", run), FAILED)
     assert [line.split() for line in text.splitlines()[:4]] == [
         ["JOB", "STATE", "NODES", "REASON", "EXIT", "RESTARTS"],
@@ -76,14 +72,14 @@ def test_status_of_each_component(run: Run) -> None:
         ["48+1", "FAILED", "beta", "NonZeroExitCode", "3", "1"],
         ["48+2", "FAILED", "alpha", "NonZeroExitCode", "3", "1"],
     ]
-    assert "job 48 is FAILED (exit status 3, NonZeroExitCode), says scontrol\n" in text
+    assert "job 48 is FAILED (exit status 3, NonZeroExitCode) (source: scontrol)\n" in text
     assert (
         f"repeat it: cd {run.directory} && ddp-slurm submit --backend sbatch --cluster {run.folder}/cluster.yaml"
         in text
     )
 
 
-def test_a_month_later_there_is_no_slurm(run: Run, tmp_path: Path) -> None:
+def test_run_folder_knows_without_slurm(run: Run, tmp_path: Path) -> None:
     (run.folder / "exit").write_text("status=3\nterminated=no\nrestarts=2\n")
     values = json.loads(cli("status", "48", "--json", path=tmp_path).stdout)
     assert (values["state"], values["source"], values["exit_status"]) == (
@@ -106,45 +102,45 @@ def test_logs(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
         jobs.logs("48", rank=1)
 
 
-def test_a_log_that_cannot_be_read_is_named(run: Run, tmp_path: Path) -> None:
+def test_logs_names_a_log_that_cannot_be_read(run: Run, tmp_path: Path) -> None:
     (tmp_path / "lab-48.out").unlink()
     (tmp_path / "lab-48.out").mkdir()
     done = cli("logs", "48", path=tmp_path)
     assert (done.returncode, done.stderr) == (2, f"error: {tmp_path}/lab-48.out: Is a directory\n")
 
 
-def test_ids_that_are_none(run: Run, tmp_path: Path, stub: Stub) -> None:
-    stub("squeue", "exit 0")
+def test_find_job_refuses_what_is_no_job(run: Run, tmp_path: Path, stub: Stub) -> None:
     stub("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     stub("sacct", "exit 1")
     for bad in ("x", "48; rm -rf /", "../48", "-1", "48_1", ""):
         with pytest.raises(JobError, match="is not a job id, such as 48"):
-            Job.find(bad)
+            find_job(bad)
     with pytest.raises(JobError, match="no run 'local-20260101T000000-1' under this folder"):
-        Job.find("local-20260101T000000-1")
+        find_job("local-20260101T000000-1")
     with pytest.raises(JobError, match=r"job 49: Slurm does not know it \(.*Invalid job id"):
-        Job.find("49")
-    assert Job.find("48+2").id == "48"
+        find_job("49")
+    assert find_job("48+2")[0].id == "48"
 
 
-def test_slurm_tells_which_run_of_a_number_it_is(run: Run, tmp_path: Path, stub: Stub) -> None:
+def test_find_job_takes_the_run_of_slurms_log(run: Run, tmp_path: Path, stub: Stub) -> None:
     other = tmp_path / "a" / RUNS_FOLDER / "48"
     shutil.copytree(run.folder, other)
     (other / "run.json").write_text(
         (run.folder / "run.json").read_text().replace("lab-48.out", "a/lab-48.out")
     )
-    told = (Path(__file__).parent / "job_states/24.11/failed.scontrol").read_text()
+    record = (Path(__file__).parent / "job_states/24.11/failed.scontrol").read_text()
+    record = record.replace("HetJobId=7", "HetJobId=48")
     for folder in (run.folder, other):
         log = folder.parent.parent / "lab-48.out"
-        stub("scontrol", f"cat <<'END'\n{re.sub('StdOut=.*', f'StdOut={log}', told)}END")
-        found = Job.find("48").run
-        assert found is not None
-        assert found.folder == folder
+        stub("scontrol", f"cat <<'END'\n{re.sub('   StdOut=.*', f'   StdOut={log}', record)}END")
+        job, _ = find_job("48")
+        assert job.run is not None
+        assert job.run.folder == folder
 
 
-def test_cancel_gives_slurms_words(run: Run, tmp_path: Path, stub: Stub) -> None:
-    stub("squeue", "echo '48+0|RUNNING|gamma|None'")
-    stub("scontrol", "exit 1")
+def test_cancel_passes_on_the_error_of_scancel(run: Run, tmp_path: Path, stub: Stub) -> None:
+    record = "JobId=48 HetJobId=48 HetJobOffset=0 JobName=x\n   JobState=RUNNING Reason=None"
+    stub("scontrol", f"echo '{record}'")
     stub("scancel", f'echo "$@" > {tmp_path}/asked')
     jobs.cancel("48+1")
     assert (
@@ -156,9 +152,9 @@ def test_cancel_gives_slurms_words(run: Run, tmp_path: Path, stub: Stub) -> None
     )
     with pytest.raises(JobError, match="Access/permission denied"):
         jobs.cancel("48")
-    stub("squeue", "exit 1")
+    stub("scontrol", "exit 1")
     (run.folder / "exit").write_text("status=0\n")
-    with pytest.raises(JobError, match=r"job 48 does not run: it is COMPLETED"):
+    with pytest.raises(JobError, match="job 48 is not running; its state is COMPLETED"):
         jobs.cancel("48")
 
 
@@ -180,8 +176,8 @@ class Script(Job):
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "STATE_SECONDS", 0.0)
-    monkeypatch.setattr(jobs, "LOG_SECONDS", 0.0)
+    monkeypatch.setattr(following, "STATE_SECONDS", 0.0)
+    monkeypatch.setattr(following, "LOG_SECONDS", 0.0)
 
 
 def pending(reason: str) -> JobState:
@@ -191,7 +187,7 @@ def pending(reason: str) -> JobState:
 RUNNING = JobState("48", "RUNNING", "squeue", (ComponentState("48+0", "RUNNING", "gamma"),))
 
 
-def test_follow_tells_the_state_then_the_log(
+def test_follow_reports_the_state_then_the_log(
     run: Run, at_once: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path(str(run.log)).unlink()
@@ -209,8 +205,8 @@ def test_follow_tells_the_state_then_the_log(
     )
     assert follow(job, out) == 3
     assert out.getvalue() == "0: one\n0: two\n0: three\nlast\n"
-    said = capsys.readouterr().err.splitlines()
-    assert said == [
+    reported = capsys.readouterr().err.splitlines()
+    assert reported == [
         "job 48 is PENDING (Priority)",
         "job 48 is PENDING (Resources)",
         "job 48 is RUNNING",
@@ -224,11 +220,11 @@ def test_follow_tells_the_state_then_the_log(
     ("state", "status"),
     [("COMPLETED", 0), ("FAILED", 1), ("TIMEOUT", 1), ("NODE_FAIL", 1)],
 )
-def test_follow_gives_an_exit_status(run: Run, at_once: None, state: str, status: int) -> None:
+def test_follow_returns_an_exit_status(run: Run, at_once: None, state: str, status: int) -> None:
     assert follow(Script(run, (JobState("48", state, "scontrol"), "")), io.StringIO()) == status
 
 
-def test_ctrl_c_detaches(
+def test_follow_detaches_on_ctrl_c(
     run: Run, at_once: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def ctrl_c(seconds: float) -> None:
@@ -236,19 +232,19 @@ def test_ctrl_c_detaches(
 
     monkeypatch.setattr(time, "sleep", ctrl_c)
     assert follow(Script(run, (RUNNING, "")), io.StringIO()) == 130
-    said = capsys.readouterr().err
-    assert "detached; job 48 goes on. Come back: ddp-slurm logs 48 --follow" in said
+    reported = capsys.readouterr().err
+    assert "detached; job 48 goes on. Come back: ddp-slurm logs 48 --follow" in reported
 
 
-def test_follow_does_not_wait_for_ever(
+def test_follow_ends_when_slurm_stays_silent(
     run: Run, at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs, "Patience", lambda: Patience(limit_seconds=-1))
-    with pytest.raises(StateError, match="Slurm has not answered"):
-        follow(Script(run, (JobState("48", "UNKNOWN", "nobody", note="down"), "")), io.StringIO())
+    monkeypatch.setattr(following, "Patience", lambda: Patience(limit_seconds=-1))
+    with pytest.raises(StateError, match="Slurm has not responded"):
+        follow(Script(run, (JobState("48", "UNKNOWN", "none", note="down"), "")), io.StringIO())
 
 
-def test_local_runs_are_kept_like_those_of_slurm(
+def test_local_run_is_kept_like_a_slurm_job(
     uneven: Path, submit: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "rank.py").write_text(
@@ -259,14 +255,13 @@ def test_local_runs_are_kept_like_those_of_slurm(
     (folder,) = (tmp_path / RUNS_FOLDER).iterdir()
     assert f"run {folder.name}, kept in {RUNS_FOLDER}/{folder.name}" in done.stderr
     monkeypatch.chdir(tmp_path)
-    job = Job.find(folder.name)
-    state = job.state()
+    _, state = find_job(folder.name)
     assert (state.state, state.exit_status, state.source) == ("FAILED", 3, "exit marker")
     log = (folder / "log").read_text()
     assert set(done.stdout.splitlines()) <= set(log.splitlines())
     assert "[2 beta] rank 2 on beta exited with 3" in log
     assert "hello" not in done.stderr
-    with pytest.raises(JobError, match="does not run: it is FAILED"):
+    with pytest.raises(JobError, match="is not running; its state is FAILED"):
         jobs.cancel(folder.name)
 
 
@@ -274,7 +269,7 @@ def refused(pidfd: int, number: int) -> None:
     raise PermissionError(errno.EPERM, "Operation not permitted")
 
 
-def test_a_local_run_that_goes_on_and_is_cancelled(
+def test_cancel_ends_a_local_run(
     uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "stay.py").write_text("import signal; print('up', flush=True); signal.pause()")
@@ -296,8 +291,8 @@ def test_a_local_run_that_goes_on_and_is_cancelled(
         assert launcher.stdout is not None
         assert "up" in launcher.stdout.readline()
         (folder,) = (tmp_path / "logs" / RUNS_FOLDER).iterdir()
-        job = Job.find(folder.name)
-        assert job.state().state == "RUNNING"
+        job, state = find_job(folder.name)
+        assert state.state == "RUNNING"
         assert (tmp_path / f"logs/{folder.name}.out").read_text() == "[0 gamma] up\n"
         with monkeypatch.context() as another_user:
             another_user.setattr(signal, "pidfd_send_signal", refused)
@@ -308,23 +303,29 @@ def test_a_local_run_that_goes_on_and_is_cancelled(
     assert (job.state().state, job.state().exit_status) == ("CANCELLED", 143)
 
 
-def local_run(run: Run, **process: object) -> Run:
+def local_run(run: Run, **launcher: object) -> Run:
     return Run(
-        **{**vars(run), "job_id": "local-20260101T000000-1", "backend": "local", "process": process}
+        **{
+            **vars(run),
+            "job_id": "local-20260101T000000-1",
+            "backend": "local",
+            "process": launcher,
+        }
     )  # type: ignore[arg-type]
 
 
-def test_a_launcher_that_is_gone(run: Run) -> None:
+def test_foreground_state_without_a_launcher(run: Run) -> None:
     me, here = os.getpid(), socket.gethostname()
-    begun = process_start(me)
+    begun = process.process_start(me)
     assert begun
     assert (
-        jobs.foreground_state(local_run(run, host=here, pid=me, started=begun)).state == "RUNNING"
+        process.foreground_state(local_run(run, host=here, pid=me, started=begun)).state
+        == "RUNNING"
     )
     # the pid belongs to another process now
-    gone = jobs.foreground_state(local_run(run, host=here, pid=me, started=begun - 1))
+    gone = process.foreground_state(local_run(run, host=here, pid=me, started=begun - 1))
     assert gone.state == "FAILED"
-    assert "left no exit marker" in gone.describe()
-    elsewhere = jobs.foreground_state(local_run(run, host="elsewhere", pid=me, started=begun))
+    assert "ended without an exit marker" in gone.describe()
+    elsewhere = process.foreground_state(local_run(run, host="elsewhere", pid=me, started=begun))
     assert elsewhere.describe() == "UNKNOWN (it was started on elsewhere: ask there)"
-    assert process_start(0) is None
+    assert process.process_start(0) is None

@@ -23,11 +23,12 @@ LINES = {
 
 @pytest.mark.parametrize("rank", [4, 14, 40, 0])
 def test_rank_filter(rank: int) -> None:
-    keep = RankFilter(rank)
-    assert [line for line in LINES if keep(line)] == [
-        line for line, owner in LINES.items() if owner == rank
-    ]
-    assert {keep.text(line) for line in LINES if keep(line)} <= {"x"}
+    of_rank = RankFilter(rank)
+    expected = [line for line, owner in LINES.items() if owner == rank]
+    assert of_rank.lines("\n".join(LINES)).splitlines() == expected
+    texts = {line: of_rank.text(line) for line in LINES}
+    assert [line for line, text in texts.items() if text is not None] == expected
+    assert {texts[line] for line in expected} <= {"x"}
 
 
 def test_labels_keep_what_follows() -> None:
@@ -35,24 +36,40 @@ def test_labels_keep_what_follows() -> None:
     assert RankFilter(1).text("1: ") == ""
 
 
+def new_text(log: GrowingLog, *, ended: bool = False) -> str:
+    return "".join(log.new_text(ended=ended))
+
+
 def test_growing_log(tmp_path: Path) -> None:
     path = tmp_path / "log"
     log = GrowingLog(path)
-    assert list(log.new_lines()) == []
+    assert new_text(log) == ""
     with path.open("ab", buffering=0) as file:
         file.write(b"one\ntw")
-        assert list(log.new_lines()) == ["one"]
+        assert new_text(log) == "one\n"
         file.write(b"o\n" + "ü".encode()[:1])
-        assert list(log.new_lines()) == ["two"]
+        assert new_text(log) == "two\n"
         file.write("ü".encode()[1:] + b"\xff\nlast")
-        assert list(log.new_lines()) == ["ü\ufffd"]
-        assert list(log.new_lines()) == []
+        assert new_text(log) == "ü\ufffd\n"
+        assert new_text(log) == ""
         file.write(b"\xff")
-        assert list(log.new_lines(ended=True)) == ["last\ufffd"]
-        assert list(log.new_lines(ended=True)) == []
+        assert new_text(log, ended=True) == "last\ufffd\n"
+        assert new_text(log, ended=True) == ""
         file.truncate(0)
         file.write(b"again\n")
-        assert list(log.new_lines()) == ["again"]
+        assert new_text(log) == "again\n"
+
+
+def test_growing_log_reads_lines_of_any_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddp_slurm.runs.log.CHUNK_BYTES", 4)
+    path = tmp_path / "log"
+    text = "\n".join("é" * length for length in range(12)) + "\n\n"
+    path.write_text(text)
+    pieces = list(GrowingLog(path).new_text())
+    assert "".join(pieces) == text
+    assert all(piece.endswith("\n") for piece in pieces)
 
 
 def test_tail(tmp_path: Path) -> None:

@@ -18,23 +18,26 @@ from pathlib import Path
 import pytest
 
 from ddp_slurm.cluster import Cluster
-from ddp_slurm.job.log_path import RUNS_FOLDER, log_path, runs_folder
+from ddp_slurm.job.log_path import log_path
 from ddp_slurm.job.options import JobOptions
 from ddp_slurm.job.write import job_yaml
 from ddp_slurm.plan import Plan, make_plan
 from ddp_slurm.plan.request import Request, load_options
 from ddp_slurm.render import render_sbatch
+from ddp_slurm.runs import keep as keeping
+from ddp_slurm.runs.job import find_job
+from ddp_slurm.runs.keep import Submission, keep_run, make_runs_folder, plan_as_dict, versions
 from ddp_slurm.runs.run_folder import (
+    RUNS_FOLDER,
     Run,
     RunError,
-    find_run,
-    keep_run,
+    find_run_beside,
+    find_runs,
     load_run,
-    make_runs_folder,
-    plan_as_dict,
-    versions,
+    runs_folder,
 )
-from ddp_slurm.slurm_client.states import ComponentState, JobState, parse_exit_marker
+from ddp_slurm.slurm_client.sources import parse_exit_marker
+from ddp_slurm.slurm_client.states import ComponentState, JobState
 
 from .conftest import Stub
 
@@ -70,11 +73,10 @@ def keep(plan: Plan, runs: Path, job_id: str = "48", **kwargs: object) -> Run:
     values = {
         "backend": "sbatch",
         "script": "#!/bin/bash\n",
-        "cluster_file": None,
         "submitted_at": time.time(),
         **kwargs,
     }
-    run = keep_run(plan, runs=runs, job_id=job_id, **values)  # type: ignore[arg-type]
+    run = keep_run(Submission(plan, **values), runs, job_id)  # type: ignore[arg-type]
     assert run is not None
     return run
 
@@ -83,13 +85,13 @@ def keep(plan: Plan, runs: Path, job_id: str = "48", **kwargs: object) -> Run:
     "values",
     [EVERYTHING, {"command": ["x"], "container": "apptainer:/i.sif", "mount": ["/d:/e:ro"]}],
 )
-def test_job_yaml_gives_the_same_options_again(tmp_path: Path, values: dict[str, object]) -> None:
+def test_job_yaml_reads_back_as_the_same_options(tmp_path: Path, values: dict[str, object]) -> None:
     options = load_options(Request(None, None, values))
     (tmp_path / "job.yaml").write_text(job_yaml(options))
     assert load_options(Request(None, tmp_path / "job.yaml", {})) == options
 
 
-def test_a_run_is_kept_and_found(
+def test_run_is_kept_and_found(
     uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -98,10 +100,9 @@ def test_a_run_is_kept_and_found(
         plan, runs_folder(plan.options.output), cluster_file=uneven, script="export TOKEN=secret\n"
     )
     assert run.folder == tmp_path / "logs" / RUNS_FOLDER / "48"
-    assert load_run(run.folder) == run == find_run("48")
-    assert find_run("48", tmp_path / "logs") == run
-    assert find_run("48", tmp_path) is None
-    assert find_run("49") is None
+    assert load_run(run.folder) == run
+    assert find_runs("48") == find_runs("48", tmp_path / "logs") == [run]
+    assert find_runs("48", tmp_path) == find_runs("49") == []
     assert run.log == str(tmp_path / "logs/lab-48.out")
     assert (run.folder / "cluster.yaml").read_text() == uneven.read_text()
     ranks = run.plan["ranks"]
@@ -110,31 +111,44 @@ def test_a_run_is_kept_and_found(
     for path in run.folder.iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     monkeypatch.chdir("/")
-    assert find_run("48") is None
-    assert find_run("48", log=str(tmp_path / "logs/lab-48.out")) == run
+    assert find_runs("48") == []
+    assert find_run_beside(str(tmp_path / "logs/lab-48.out"), "48") == run
+    assert find_run_beside(str(tmp_path / "logs/other.out"), "48") is None
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # another user's
-    assert find_run("48", tmp_path / "logs") is None
+    assert find_runs("48", tmp_path / "logs") == []
 
 
-def test_of_several_runs_of_a_number_it_is_that_of_slurms_log_else_the_latest(
-    uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_find_job_chooses_between_runs_of_a_number(
+    uneven: Path, tmp_path: Path, stub: Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name, month in (("a", "01"), ("b", "03"), ("c", "02")):
-        monkeypatch.setattr(
-            "ddp_slurm.runs.run_folder._utc", lambda month=month: f"2026-{month}-01T00:00:00Z"
-        )
+        monkeypatch.setattr(keeping, "utc_now", lambda month=month: f"2026-{month}-01T00:00:00Z")
         keep(plan_of(uneven, output=f"{name}/%j.out"), tmp_path / name / RUNS_FOLDER)
-    for log, name in ((None, "b"), (f"{tmp_path}/a/48.out", "a"), (f"{tmp_path}/a/%x.out", "b")):
-        run = find_run("48", log=log)
-        assert run is not None
-        assert run.log == f"{tmp_path}/{name}/48.out"
-    assert find_run("48", log="/elsewhere") is None
+    record = "JobId=48 JobName=x\n   JobState=RUNNING Reason=None\n   StdOut="
+    expected = {"": "b", f"{tmp_path}/a/48.out": "a", f"{tmp_path}/a/%x.out": "b"}
+    for log, name in expected.items():
+        stub("scontrol", f"printf '%s\\n' '{record}{log}'")
+        job, _ = find_job("48")
+        assert job.run is not None
+        assert job.run.log == f"{tmp_path}/{name}/48.out"
+    stub("scontrol", f"echo '{record}/elsewhere'")
+    assert find_job("48")[0].run is None
+    run = find_runs("48")[0]
     run.remember(JobState("48", "FAILED", "scontrol", log="/elsewhere"))
     assert run.last_look() is None, "that is another job of the same number"
 
 
-def test_the_command_to_repeat_submits_the_same_again(
+def test_find_job_in_a_folder_with_an_older_job(uneven: Path, tmp_path: Path, stub: Stub) -> None:
+    run = keep(plan_of(uneven, output=f"{tmp_path}/a/%j.out"), tmp_path / "a" / RUNS_FOLDER)
+    run.leave_exit_marker(3)
+    stub("scontrol", r"printf 'JobId=48 JobName=x\n   JobState=RUNNING\n   StdOut=/elsewhere\n'")
+    job, state = find_job("48", tmp_path / "a")
+    assert job.run == run
+    assert (state.state, state.source) == ("FAILED", "exit marker")
+
+
+def test_repeat_line_submits_the_same_again(
     uneven: Path, submit: object, tmp_path: Path, stub: object
 ) -> None:
     stub("sbatch", 'cat > "$RECORD"; echo 48')  # type: ignore[operator]
@@ -169,7 +183,7 @@ def test_the_command_to_repeat_submits_the_same_again(
 
 
 @pytest.mark.parametrize("file", [None, Path("/dev/null")])
-def test_without_a_file_the_cluster_is_written_from_the_plan(
+def test_cluster_yaml_is_written_from_the_plan(
     uneven: Path, tmp_path: Path, file: Path | None
 ) -> None:
     uneven.write_text(uneven.read_text() + "    address: 10.0.0.1\nssh: {user: ops}\n")
@@ -179,7 +193,7 @@ def test_without_a_file_the_cluster_is_written_from_the_plan(
     assert (again.components, again.machines) == (plan.components, plan.machines)
 
 
-def test_an_older_run_of_the_same_number_is_set_aside(uneven: Path, tmp_path: Path) -> None:
+def test_older_run_of_the_same_number_is_set_aside(uneven: Path, tmp_path: Path) -> None:
     plan = plan_of(uneven)
     old = keep(plan, tmp_path, script="old")
     (old.folder / "exit").write_text("status=1\n")
@@ -197,24 +211,13 @@ def test_an_older_run_of_the_same_number_is_set_aside(uneven: Path, tmp_path: Pa
     assert not (aside / "exit").exists()
 
 
-def test_a_run_that_cannot_be_kept_is_said(
+def test_run_that_cannot_be_kept_is_reported(
     uneven: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    assert (
-        keep_run(
-            plan_of(uneven),
-            runs=tmp_path / "file",
-            job_id="48",
-            backend="sbatch",
-            script="",
-            cluster_file=None,
-            submitted_at=0.0,
-        )
-        is None
-    )
+    assert keep_run(Submission(plan_of(uneven), "sbatch", "", 0.0), tmp_path / "file", "48") is None
     assert f"job 48 is not kept in {tmp_path / 'file'}" in capsys.readouterr().err
-    with pytest.raises(RunError, match="cannot be made: Not a directory; it stands beside the log"):
+    with pytest.raises(RunError, match="cannot be made: Not a directory; it is beside the log"):
         make_runs_folder(tmp_path / "file" / "x")
 
 
@@ -240,7 +243,7 @@ def test_log_and_folder(
     assert runs_folder(output) == Path(folder) / RUNS_FOLDER
 
 
-def test_the_plan_for_programs(tmp_path: Path) -> None:
+def test_plan_as_dict(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(
         "name: lab\nnodes: [{name: 'n[1-2]', gpus: {type: a100, count: 2}, cpus: 8, memory: 30G, partition: big, "
@@ -298,7 +301,7 @@ def test_versions(
     program: str, said: str | None, stub: Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "sleep" in program:
-        monkeypatch.setattr("ddp_slurm.runs.run_folder.PROBE_SECONDS", 0.1)
+        monkeypatch.setattr("ddp_slurm.runs.keep.VERSION_SECONDS", 0.1)
     for name in ("scontrol", "git"):
         stub(name, program)
     found = versions()
@@ -326,7 +329,7 @@ def test_versions(
         (143, "yes", "CANCELLED"),
     ],
 )
-def test_the_marker_of_a_run_in_the_terminal(
+def test_exit_marker_of_a_run_in_the_terminal(
     uneven: Path, tmp_path: Path, status: int, terminated: str, state: str
 ) -> None:
     run = keep(plan_of(uneven), tmp_path)
@@ -344,7 +347,7 @@ def test_the_marker_of_a_run_in_the_terminal(
 
 
 @pytest.mark.parametrize("source", ["squeue", "scontrol", "sacct"])
-def test_a_final_state_is_remembered_once(uneven: Path, tmp_path: Path, source: str) -> None:
+def test_final_state_is_remembered_once(uneven: Path, tmp_path: Path, source: str) -> None:
     run = keep(plan_of(uneven), tmp_path)
     assert run.last_look() is None
     run.remember(JobState("48", "RUNNING", "squeue"))
@@ -406,7 +409,7 @@ def run_script(uneven: Path, hostile_folder: Path, tmp_path: Path) -> Callable[.
     ],
     ids=["with a signal", "plain"],
 )
-def test_the_marker_that_the_script_leaves(
+def test_exit_marker_of_the_job_script(
     case: str,
     options: dict[str, str],
     env: dict[str, str],
@@ -432,7 +435,7 @@ def test_the_marker_that_the_script_leaves(
 
 
 @pytest.mark.parametrize("in_the_way", ["48", "48/.exit/x"])
-def test_a_marker_that_cannot_be_left_costs_the_job_nothing(
+def test_exit_marker_that_cannot_be_written(
     in_the_way: str, run_script: Callable[..., int], hostile_folder: Path
 ) -> None:
     (hostile_folder / in_the_way).parent.mkdir(parents=True, exist_ok=True)
@@ -442,7 +445,7 @@ def test_a_marker_that_cannot_be_left_costs_the_job_nothing(
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck here")
-def test_the_script_with_a_marker_is_clean(uneven: Path, hostile_folder: Path) -> None:
+def test_script_with_an_exit_marker_passes_shellcheck(uneven: Path, hostile_folder: Path) -> None:
     script = render_sbatch(
         plan_of(uneven, time="5", signal_seconds="60", max_restarts="2"), hostile_folder
     )

@@ -1,4 +1,4 @@
-"""The state of a job, from recorded words of four Slurm releases and from sources that fail."""
+"""The state of a job, from records of four Slurm releases and from sources that fail."""
 
 import re
 from collections.abc import Sequence
@@ -6,15 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from ddp_slurm.slurm_client.states import (
-    Answer,
-    ComponentState,
-    JobState,
-    Patience,
-    StateError,
+from ddp_slurm.ask import Answer
+from ddp_slurm.slurm_client import sources
+from ddp_slurm.slurm_client.commands import ask_slurm
+from ddp_slurm.slurm_client.sources import (
     active_states,
-    ask,
-    overall_state,
     parse_exit_marker,
     parse_sacct,
     parse_scontrol,
@@ -22,6 +18,15 @@ from ddp_slurm.slurm_client.states import (
     read_state,
     settle,
 )
+from ddp_slurm.slurm_client.states import (
+    ComponentState,
+    JobState,
+    Patience,
+    StateError,
+    job_of,
+)
+
+from .conftest import Stub
 
 RECORDED = Path(__file__).with_name("job_states")
 RELEASES = sorted(path.name for path in RECORDED.iterdir())
@@ -33,13 +38,14 @@ NOTHING = Answer(0, "", "")
 
 COMMANDS = {
     "squeue": r"squeue --noheader --jobs=[0-9]+(,[0-9]+)* --format=%i\|%T\|%N\|%r",
-    "scontrol": r"scontrol --oneliner show job [0-9]+",
-    "sacct": r"sacct --allocations --noheader --parsable2 --jobs=[0-9]+ --format=JobID,State,ExitCode,NodeList",
+    "scontrol": r"scontrol show job [0-9]+",
+    "sacct": "sacct --allocations --noheader --parsable2 --jobs=[0-9]+ "
+    "--format=JobID,State,ExitCode,NodeList",
 }
 
 
 class Slurm:
-    """Stands for the clients: an answer for each to the right command, and a note of which were asked."""
+    """A fake of Slurm's clients: an answer to each right command; notes which were asked."""
 
     def __init__(self, **answers: Answer) -> None:
         self.answers = {"squeue": INVALID, "scontrol": INVALID, "sacct": DISABLED} | answers
@@ -49,6 +55,24 @@ class Slurm:
         self.asked.append(argv[0])
         assert re.fullmatch(COMMANDS[argv[0]], " ".join(argv))
         return self.answers[argv[0]]
+
+
+class Left:
+    """A fake of a run folder."""
+
+    def __init__(self, marker: str | None = None, seen: JobState | None = None, log: str = ""):
+        self.marker = marker
+        self.seen = seen
+        self.log = log
+
+    def exit_marker(self) -> str | None:
+        return self.marker
+
+    def last_look(self) -> JobState | None:
+        return self.seen
+
+    def may_log_to(self, path: str | None) -> bool:
+        return not self.log or path == self.log
 
 
 def recorded(release: str, name: str) -> Answer:
@@ -64,29 +88,49 @@ def recorded(release: str, name: str) -> Answer:
         ("cancelled", "CANCELLED", "", 0, 15),
     ],
 )
-def test_recorded_scontrol(
+def test_scontrol_recorded_with_hostile_name_and_comment(
     release: str, name: str, state: str, reason: str, status: int, signal: int
 ) -> None:
-    components, log = parse_scontrol(recorded(release, f"{name}.scontrol").out)
-    leader = components[0].job_id.partition("+")[0]
-    assert components == [
-        ComponentState(f"{leader}+0", state, "gamma", reason, status, signal, 0),
-        ComponentState(f"{leader}+1", state, "alpha,beta", reason, status, signal, 0),
-    ]
-    assert log == f"/home/me/runs/log dir/a=b-{leader}.out"
-    whole = read_state(leader, ask=Slurm(scontrol=recorded(release, f"{name}.scontrol")))
-    assert (whole.state, whole.exit_status) == (state, 128 + signal if signal else status)
+    """The job's name and comment hold JobState=, ExitCode=, Restarts=, NodeList= and StdOut=."""
+    slurm = Slurm(scontrol=recorded(release, f"{name}.scontrol"))
+    job = parse_scontrol(slurm.answers["scontrol"].out)
+    assert job is not None
+    assert job.components == (
+        ComponentState(f"{job.job_id}+0", state, "gamma", reason, status, signal, 0),
+        ComponentState(f"{job.job_id}+1", state, "alpha,beta", reason, status, signal, 0),
+    )
+    assert job.log == f"/home/me/runs/log dir/a=b-{job.job_id}.out"
+    whole = read_state(job.job_id, ask=slurm)
+    assert (whole.state, whole.source) == (state, "scontrol")
+    assert whole.exit_status == (128 + signal if signal else status)
+    assert slurm.asked == ["scontrol"]
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_recorded_running_job_as_a_whole(release: str) -> None:
-    slurm = Slurm(
-        squeue=recorded(release, "running.squeue"), scontrol=recorded(release, "running.scontrol")
-    )
-    state = read_state("1", ask=slurm)
-    assert (state.state, state.source, state.exit_status) == ("RUNNING", "squeue", 0)
+def test_later_component_leads_to_the_whole_job(release: str) -> None:
+    second = recorded(release, "second_component.scontrol")
+    whole = recorded(release, "failed.scontrol")
+    leader = whole.out.partition("HetJobId=")[2].partition(" ")[0]
+
+    def ask(argv: Sequence[str]) -> Answer:
+        return whole if argv[-1] == leader else second
+
+    state = read_state(str(int(leader) + 1), ask=ask)
+    assert state.job_id == leader
+    assert [component.job_id for component in state.components] == [f"{leader}+0", f"{leader}+1"]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_unknown_job_recorded(release: str) -> None:
+    unknown = Answer(1, "", (RECORDED / release / "unknown.scontrol").read_text())
+    assert settle(read_state("48", ask=Slurm(scontrol=unknown))).state == "FAILED"
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_squeue_recorded(release: str) -> None:
+    (state,) = active_states(["1"], Slurm(squeue=recorded(release, "running.squeue"))).values()
+    assert (state.state, state.source) == ("RUNNING", "squeue")
     assert [c.nodes for c in state.components] == ["gamma", "alpha,beta"]
-    assert "sacct" not in slurm.asked
 
 
 def test_squeue_lists_other_jobs_and_arrays_too() -> None:
@@ -97,27 +141,6 @@ def test_squeue_lists_other_jobs_and_arrays_too() -> None:
     assert jobs["9"] == [ComponentState("9", "RUNNING", "n1")]
     states = active_states(["48", "9"], Slurm(squeue=Answer(0, text, "")))
     assert states["48"].describe() == "PENDING (Priority, ReqNodeNotAvail, UnavailableNodes:a|b)"
-
-
-def test_a_component_that_squeue_lists_no_more() -> None:
-    scontrol = recorded("22.05", "cancelled.scontrol")
-    state = read_state(
-        "1", ask=Slurm(squeue=Answer(0, "1+0|COMPLETING|gamma|None\n", ""), scontrol=scontrol)
-    )
-    assert [(c.job_id, c.state) for c in state.components] == [
-        ("1+0", "COMPLETING"),
-        ("1+1", "CANCELLED"),
-    ]
-    assert [(c.exit_status, c.signal, c.restarts) for c in state.components] == [
-        (0, 15, 0),
-        (0, 15, 0),
-    ]
-    assert not state.is_final
-
-
-def test_a_later_component_leads_to_the_whole_job() -> None:
-    slurm = Slurm(squeue=Answer(0, "48+1|RUNNING|a|None\n", ""))
-    assert read_state("49", ask=slurm).job_id == "48"
 
 
 @pytest.mark.parametrize(
@@ -133,7 +156,7 @@ def test_a_later_component_leads_to_the_whole_job() -> None:
 )
 def test_overall_state(states: list[str], overall: str) -> None:
     components = [ComponentState(f"8+{i}", state) for i, state in enumerate(states)]
-    assert overall_state(components[::-1]) == overall
+    assert job_of("8", components[::-1], "squeue").state == overall
 
 
 @pytest.mark.parametrize(
@@ -164,9 +187,9 @@ def test_sacct_where_there_is_one() -> None:
         ("48+10", "COMPLETED", "", 0, 0),
     ]
     slurm = Slurm(sacct=Answer(0, SACCT, ""))
-    state = read_state("48", lambda: "status=0\n", ask=slurm)
+    state = read_state("48", Left("status=0\n"), ask=slurm)
     assert (state.state, state.source) == ("FAILED", "sacct")
-    assert slurm.asked == ["squeue", "scontrol", "sacct"]
+    assert slurm.asked == ["scontrol", "sacct"]
 
 
 @pytest.mark.parametrize(
@@ -179,9 +202,7 @@ def test_sacct_where_there_is_one() -> None:
     ],
 )
 def test_sacct_failing_is_the_normal_case(sacct: Answer) -> None:
-    state = read_state(
-        "48", lambda: "status=3\nrestarts=1\n", ask=Slurm(squeue=NOTHING, sacct=sacct)
-    )
+    state = read_state("48", Left("status=3\nrestarts=1\n"), ask=Slurm(sacct=sacct))
     assert (state.state, state.source, state.exit_status) == ("FAILED", "exit marker", 3)
     assert state.components[0].restarts == 1
 
@@ -219,7 +240,7 @@ def test_what_was_seen_before_counts_more_than_the_marker() -> None:
         (ComponentState("48+0", "TIMEOUT", "gamma", "TimeLimit", 0, 1, 0),),
     )
     assert JobState.from_dict(seen.as_dict()) == seen
-    state = read_state("48", lambda: "status=143\nterminated=yes\n", lambda: seen, ask=Slurm())
+    state = read_state("48", Left("status=143\nterminated=yes\n", seen), ask=Slurm())
     assert (state.state, state.source) == ("TIMEOUT", "last look")
 
 
@@ -232,18 +253,31 @@ def test_forgotten_without_a_marker_has_failed_but_silence_has_not() -> None:
         Answer(127, "", "scontrol: No such file or directory"),
         Answer(124, "", "no answer"),
     ):
-        slurm = Slurm(squeue=down)
+        slurm = Slurm(scontrol=down)
         silent = settle(read_state("48", ask=slurm))
-        assert slurm.asked == ["squeue", "sacct"]
+        assert slurm.asked == ["scontrol", "sacct"]
         assert (silent.state, silent.is_final) == ("UNKNOWN", False)
         assert down.err in silent.describe()
 
 
-def test_a_slurm_that_is_gone_is_asked_once() -> None:
-    slurm = Slurm(squeue=DOWN, sacct=Answer(0, SACCT, ""))
-    assert read_state("48", lambda: "status=0\n", ask=slurm).source == "exit marker"
-    assert slurm.asked == ["squeue"]
+def test_slurm_that_does_not_respond_is_asked_once() -> None:
+    slurm = Slurm(scontrol=DOWN, sacct=Answer(0, SACCT, ""))
+    assert read_state("48", Left("status=0\n"), ask=slurm).source == "exit marker"
+    assert slurm.asked == ["scontrol"]
     assert read_state("48", ask=slurm).source == "sacct"
+
+
+def test_known_end_shortens_the_wait_for_slurm(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub("scontrol", "exec sleep 60")
+    monkeypatch.setattr(sources, "KNOWN_SECONDS", 0.1)
+    state = read_state("48", Left("status=0\n"))
+    assert (state.state, state.source) == ("COMPLETED", "exit marker")
+
+
+def test_later_job_of_the_same_number_is_not_this_one() -> None:
+    slurm = Slurm(scontrol=recorded("24.11", "running.scontrol"))
+    state = read_state("5", Left("status=3\n", log="/mine"), ask=slurm)
+    assert (state.state, state.source) == ("FAILED", "exit marker")
 
 
 def test_patience_ends() -> None:
@@ -263,28 +297,27 @@ def test_patience_ends() -> None:
         times.append(time)
         patience.check(state)
     times.append(123.0)
-    with pytest.raises(StateError, match=r"48: Slurm has not answered for 60 s \(no route\)"):
+    with pytest.raises(StateError, match=r"48: Slurm has not responded for 60 s \(no route\)"):
         patience.check(unknown)
 
 
-def test_clients_that_are_missing_and_the_users_formats(
-    stub: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make = stub
-    make(
-        "squeue",
-        'echo "${SQUEUE_FORMAT-clean} ${SQUEUE_STATES-clean} ${SLURM_CLUSTERS-clean} ${SLURM_CONF-}"',
-    )  # type: ignore[operator]
-    for name, value in {
+def test_ask_slurm_hides_the_users_formats(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {
         "SQUEUE_FORMAT": "%j",
         "SQUEUE_STATES": "PD",
         "SLURM_CLUSTERS": "x",
         "SLURM_CONF": "/c",
-    }.items():
+    }
+    for name, value in values.items():
         monkeypatch.setenv(name, value)
-    assert ask(["squeue"]) == Answer(0, "clean clean clean /c\n", "")
-    make("squeue", "exec sleep 60")  # type: ignore[operator]
-    monkeypatch.setattr("ddp_slurm.slurm_client.states.ASK_SECONDS", 0.1)
-    assert ask(["squeue"]) == Answer(124, "", "squeue has not answered for 0.1 s")
-    missing = ask(["no-such-client"])
+    echo = " ".join(f"${{{name}-clean}}" for name in values)
+    stub("squeue", f'echo "{echo}"')
+    assert ask_slurm(["squeue"]) == Answer(0, "clean clean clean /c\n", "")
+
+
+def test_ask_slurm_answers_for_a_client_that_hangs(stub: Stub) -> None:
+    stub("squeue", "exec sleep 60")
+    silent = ask_slurm(["squeue"], timeout_seconds=0.1)
+    assert silent == Answer(124, "", "squeue did not respond within 0.1 s")
+    missing = ask_slurm(["no-such-client"])
     assert (missing.status, missing.err) == (127, "no-such-client: No such file or directory")

@@ -1,75 +1,89 @@
-"""Whom the doctor asks, and by which way."""
+"""Which nodes the doctor asks, and how."""
 
-import os
-import subprocess
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddp_slurm.admin.doctor.snapshot import parse_slurm_nodes
-from ddp_slurm.ask import Answer
-from ddp_slurm.cluster import Cluster, Node
+from ddp_slurm.ask import TIMED_OUT, Answer, ask
+from ddp_slurm.cluster import Cluster, GpuModel, Node
 from ddp_slurm.errors import DdpSlurmError
-from ddp_slurm.slurm_client.commands import clean_environ
+from ddp_slurm.slurm_client.commands import ask_slurm, client_environ
+from ddp_slurm.slurm_client.records import NodeRecord, read_nodes
 from ddp_slurm.ssh.command import RemoteError
 from ddp_slurm.ssh.run import Runner, run
 
 SRUN_PATIENCE_SECONDS = 60
 """How long srun waits for a node that is busy."""
 MEMORY_MB = 2048
-"""importing torch takes some 500 MiB, and Slurm ends a job that takes more than it asked for."""
+"""Importing torch takes some 500 MiB, and Slurm ends a job that takes more than it asked for."""
 
 
 class DoctorError(DdpSlurmError):
-    """There is nobody to ask."""
+    """There is no node to ask."""
 
 
 def cluster_to_ask(file: Path | None) -> Cluster:
-    """The cluster of a file, of ./cluster.yaml, or all nodes of the live Slurm, also those that are down.
+    """The cluster of a file, of ./cluster.yaml, or all nodes of the live Slurm, usable or not.
 
-    Raises DoctorError where there is neither, ClusterError for a file with faults.
+    Raises DoctorError where there is neither, ClusterError for a file with errors.
     """
-    if file is not None or Path("cluster.yaml").exists():
-        return Cluster.load(file or Path("cluster.yaml"))
-    try:
-        done = subprocess.run(
-            ["scontrol", "-o", "show", "node"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env=clean_environ(os.environ),
-            check=False,
-        )
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        done = None
-    nodes = parse_slurm_nodes(done.stdout) if done is not None and done.returncode == 0 else []
+    default = Path("cluster.yaml")
+    if file is not None or default.exists():
+        return Cluster.load(file or default)
+    answer = ask_slurm(["scontrol", "show", "node"])
+    nodes = read_nodes(answer.out) if answer.status == 0 else []
     if not nodes:
         raise DoctorError(
-            "no cluster.yaml here and no Slurm that answers; --cluster FILE names the nodes"
+            "no cluster.yaml here and no Slurm that responds; --cluster FILE names the nodes"
         )
-    return Cluster("cluster", tuple(seen.as_node() for seen in nodes))
+    return Cluster("cluster", tuple(_node(record) for record in nodes))
+
+
+def _node(record: NodeRecord) -> Node:
+    """How to reach it, and its GPUs; the rest only Slurm claims."""
+    gpus = (GpuModel(count=record.gpus),) if record.gpus else ()
+    return Node(record.name, gpus=gpus, address=record.address)
 
 
 def runner_of(via: str) -> Runner:
     """``ssh`` or ``srun``. Raises DoctorError for another word."""
     runners: dict[str, Runner] = {"ssh": run, "srun": run_by_srun}
     if via not in runners:
-        raise DoctorError(f"--via {via!r} is not known; ssh and srun are")
+        raise DoctorError(f"--via {via!r} does not exist; valid are ssh and srun")
     return runners[via]
 
 
 def run_by_srun(
     node: Node, argv: Sequence[str], *, input: bytes | None = None, timeout_seconds: float = 300.0
 ) -> Answer:
-    """Run a command on a node as a small job with all its GPUs; for clusters whose nodes users cannot log in to.
+    """Run a command on a node as a small job with all its GPUs.
 
-    Raises RemoteError where Slurm does not give the node within a minute, or the command is not done in time.
+    For clusters where users cannot log in to the nodes. Raises RemoteError where Slurm does not
+    give the node within a minute, or the command does not end in time.
     """
-    memory = f"--mem={min(MEMORY_MB, node.memory_mb or MEMORY_MB)}M"
+    if shutil.which("srun") is None:
+        raise DoctorError("--via srun: srun is not installed here")
+    answer = ask(
+        ["srun", f"--immediate={SRUN_PATIENCE_SECONDS}", *_job_options(node), *argv],
+        input=input or b"",
+        timeout_seconds=timeout_seconds + SRUN_PATIENCE_SECONDS,
+        environ=client_environ(),
+    )
+    if answer.status == TIMED_OUT:
+        raise RemoteError(f"{node.name}: {argv[0]} did not end within {timeout_seconds:g} s")
+    is_srun_error = "srun: error" in answer.err and not answer.out
+    if is_srun_error or "Unable to allocate resources" in answer.err:
+        requested = f" (requested: {node.gres})" if node.gres else ""
+        raise RemoteError(f"{node.name}: {answer.err.strip().splitlines()[-1]}{requested}")
+    return answer
+
+
+def _job_options(node: Node) -> list[str]:
     options = [
         f"--nodelist={node.name}",
         "--nodes=1",
         "--ntasks=1",
-        memory,
+        f"--mem={min(MEMORY_MB, node.memory_mb or MEMORY_MB)}M",
         "--job-name=doctor",
         "--quiet",
     ]
@@ -77,24 +91,4 @@ def run_by_srun(
         options.append(f"--gres={node.gres}")
     if node.partition:
         options.append(f"--partition={node.partition}")
-    command = ["srun", f"--immediate={SRUN_PATIENCE_SECONDS}", *options, *argv]
-    try:
-        done = subprocess.run(
-            command,
-            input=input or b"",
-            capture_output=True,
-            timeout=timeout_seconds + SRUN_PATIENCE_SECONDS,
-            env=clean_environ(os.environ),
-            check=False,
-        )
-    except FileNotFoundError:
-        raise DoctorError("--via srun: srun is not installed here") from None
-    except subprocess.TimeoutExpired:
-        raise RemoteError(
-            f"{node.name}: {argv[0]} was not done after {timeout_seconds:g} s"
-        ) from None
-    stdout, stderr = (stream.decode(errors="replace") for stream in (done.stdout, done.stderr))
-    if "Unable to allocate resources" in stderr or ("srun: error" in stderr and not stdout):
-        wanted = f" (asked for {node.gres})" if node.gres else ""
-        raise RemoteError(f"{node.name}: {stderr.strip().splitlines()[-1]}{wanted}")
-    return Answer(done.returncode, stdout, stderr)
+    return options

@@ -21,6 +21,7 @@ from ddp_slurm.admin.doctor.snapshot import (
 )
 from ddp_slurm.admin.facts import Facts
 from ddp_slurm.admin.slurm_releases import RELEASES
+from ddp_slurm.slurm_client.records import NodeRecord, unavailable_words
 
 INSTALL = "ddp-slurm cluster install"
 SAME_CONFIGURATION = f"{INSTALL} --step slurmctld --step slurmd; nodes need no copy of their own"
@@ -89,27 +90,37 @@ _REASONS = (
 )
 
 
+_MAINTENANCE = {"MAINT", "MAINTENANCE"}
+
+
 def node_states(snapshot: Snapshot) -> Findings:
     """Every node takes jobs."""
     if not snapshot.slurm_nodes:
         yield skipped("slurmctld does not respond")
+        return
     for node in snapshot.cluster.nodes:
-        seen = snapshot.slurm_nodes.get(node.name)
-        if snapshot.slurm_nodes and seen is None:
+        record = snapshot.slurm_nodes.get(node.name)
+        if record is None:
             yield error(node.name, "this node is not in slurm.conf", INSTALL)
-        if seen is None or not re.search(
-            r"DOWN|DRAIN|FAIL|UNKNOWN|NOT_RESPONDING|INVAL|\*", seen.state
-        ):
             continue
-        reason = seen.reason or ""
-        known = next((fix for word, fix in _REASONS if word in reason), None)
-        by_slurm = re.search(r"\(by slurm\)$", reason) or known or not reason
-        yield Finding(
-            Severity.ERROR if by_slurm else Severity.WARNING,
-            (node.name,),
-            f"{seen.state}: {reason or 'Slurm gives no reason'}",
-            known or f"scontrol update nodename={node.name} state=resume, once the reason is gone",
-        )
+        words = unavailable_words(record.state)
+        if words and words <= _MAINTENANCE:
+            cause = f"{record.state}: in a maintenance reservation"
+            yield warning(node.name, cause, "scontrol show reservation")
+        elif words:
+            yield _unavailable(record)
+
+
+def _unavailable(record: NodeRecord) -> Finding:
+    """An error where Slurm set the reason, a warning where an admin did."""
+    known = next((fix for text, fix in _REASONS if text in record.reason), None)
+    is_of_slurm = known or record.reason_by == "slurm" or not record.reason
+    reason = record.reason or "Slurm gives no reason"
+    if record.reason_by:
+        reason += f" (by {record.reason_by})"
+    resume = f"scontrol update nodename={record.name} state=resume, once the reason is gone"
+    report = error if is_of_slurm else warning
+    return report(record.name, f"{record.state}: {reason}", known or resume)
 
 
 def release(snapshot: Snapshot) -> Findings:

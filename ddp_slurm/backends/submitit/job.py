@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_slurm.backends.submitit.rank import core, utils
 from ddp_slurm.runs.log import RankFilter, tail
-from ddp_slurm.slurm_client.states import JobState, Patience, active_states, read_state, settle
+from ddp_slurm.slurm_client.sources import active_states, read_state, settle
+from ddp_slurm.slurm_client.states import JobState, Patience
 
 if TYPE_CHECKING:  # every rank loads this module with submitit's plug-ins, without needing it
     from ddp_slurm.runs.run_folder import Run
@@ -61,7 +62,7 @@ class StateWatcher(core.InfoWatcher):
         run = self._runs.get(job_id)
         if run is None:
             return settle(read_state(job_id))
-        state = settle(read_state(job_id, run.exit_marker, run.last_look))
+        state = settle(read_state(job_id, run))
         run.remember(state)
         return state
 
@@ -98,8 +99,7 @@ class HetSlurmJob(core.Job[core.R]):
     @property
     def run(self) -> "Run | None":
         """The run folder: what was submitted, the log's path and the exit marker."""
-        from ddp_slurm.job.log_path import RUNS_FOLDER
-        from ddp_slurm.runs.run_folder import RECORD, load_run
+        from ddp_slurm.runs.run_folder import RECORD, RUNS_FOLDER, load_run
 
         fixed = utils.JobPaths.get_first_id_independent_folder(self._paths._folder)
         for folder in (fixed / RUNS_FOLDER / self.job_id, self._paths.folder):

@@ -11,12 +11,12 @@ from typing import Any
 from ddp_slurm.backends import sbatch
 from ddp_slurm.backends.submitit.rank import NAME, utils
 from ddp_slurm.cluster import Cluster
-from ddp_slurm.job.log_path import RUNS_FOLDER
 from ddp_slurm.job.options import JobOptions, OptionsError
 from ddp_slurm.plan import Plan, make_plan
 from ddp_slurm.plan.request import DEFAULT_CLUSTER, Request, load_cluster, load_options
 from ddp_slurm.render import render_sbatch
-from ddp_slurm.runs.run_folder import keep_run, make_runs_folder, planned_cluster
+from ddp_slurm.runs.keep import Submission, keep_run, make_runs_folder, planned_cluster
+from ddp_slurm.runs.run_folder import RUNS_FOLDER
 from ddp_slurm.schema.fields import limit_seconds
 from ddp_slurm.schema.schema import keys_of
 
@@ -104,16 +104,10 @@ class TaskJob:
         job_id = sbatch.submit(script)
         # At once: Slurm ends a job that starts before the folder of its log exists.
         utils.JobPaths(self.folder, job_id).folder.mkdir(parents=True, exist_ok=True)
-        keep_run(
-            self.plan,
-            runs=self._runs_folder,
-            job_id=job_id,
-            backend="submitit",
-            script=script,
-            cluster_file=cluster_file,
-            submitted_at=now,
-            options=self.asked,
+        submission = Submission(
+            self.plan, "submitit", script, now, cluster_file, options=self.asked
         )
+        keep_run(submission, self._runs_folder, job_id)
         return job_id
 
     @property
