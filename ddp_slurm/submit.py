@@ -12,11 +12,11 @@ from ddp_slurm.backends import sbatch
 from ddp_slurm.errors import counted
 from ddp_slurm.job.log_path import make_log_folder
 from ddp_slurm.job.options import OptionsError
+from ddp_slurm.job.runs_folder import runs_folder
 from ddp_slurm.plan import Plan
 from ddp_slurm.plan.commands import add_job_options, request_of
 from ddp_slurm.plan.request import Reading, Request, read_request
 from ddp_slurm.render import render_sbatch
-from ddp_slurm.runs.run_folder import runs_folder
 
 BACKENDS = ("auto", "sbatch", "submitit", "torchrun", "local")
 IN_THE_TERMINAL = ("local", "torchrun")

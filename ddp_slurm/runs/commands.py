@@ -121,7 +121,7 @@ def logs(
 
 def _why_no_log(job: Job, state: JobState) -> str:
     if state.state in WAITING_STATES:
-        return f"job {job.id} has not begun; its state is {state.describe()}"
+        return f"job {job.id} has not begun: {state.describe()}"
     return f"job {job.id} is {state.describe()}"
 
 

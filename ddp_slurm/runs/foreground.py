@@ -13,10 +13,11 @@ from typing import BinaryIO
 from ddp_slurm.console import say
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.job.log_path import log_path
+from ddp_slurm.job.runs_folder import runs_folder
 from ddp_slurm.plan import Plan
 from ddp_slurm.runs.keep import Submission, keep_run
 from ddp_slurm.runs.process import process_start
-from ddp_slurm.runs.run_folder import Run, runs_folder
+from ddp_slurm.runs.run_folder import Run
 
 LOG = "log"
 

@@ -12,15 +12,14 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.files import write_whole
+from ddp_slurm.job.runs_folder import RUNS_FOLDER, runs_folder
 from ddp_slurm.slurm_client.states import JobState
 
-RUNS_FOLDER = "ddp_slurm_runs"
 RECORD = "run.json"
 EXIT_MARKER = "exit"
 LAST_LOOK = "state.json"
@@ -168,19 +167,3 @@ def _runs_in(places: list[Path], job_id: str) -> list[Run]:
     # Another user's record may be unreadable; of a Slurm job Slurm reports much the same.
     folders = [place / job_id for place in places if os.access(place / job_id / RECORD, os.R_OK)]
     return [load_run(folder.absolute()) for folder in folders]
-
-
-def runs_folder(output: str) -> Path:
-    """The folder of the run folders: beside the log, above the first folder that has a pattern.
-
-    Nothing can be kept beside a device such as /dev/null: then it is in the current folder.
-    """
-    if os.path.exists(output) and not os.path.isfile(output):
-        output = "log"
-    fixed = takewhile(_has_no_pattern, Path(output).parent.parts)
-    folder = os.path.join("", *(part.replace("%%", "%") for part in fixed))
-    return Path(os.path.abspath(folder)) / RUNS_FOLDER
-
-
-def _has_no_pattern(part: str) -> bool:
-    return "%" not in part.replace("%%", "")

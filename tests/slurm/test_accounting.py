@@ -173,10 +173,10 @@ def forgetful(argv: Sequence[str]) -> Answer:
 def submit(*command: str) -> Job:
     from ddp_slurm.backends import sbatch
     from ddp_slurm.job.options import JobOptions
+    from ddp_slurm.job.runs_folder import runs_folder
     from ddp_slurm.plan import make_plan
     from ddp_slurm.render import render_sbatch
     from ddp_slurm.runs.keep import Submission, keep_run
-    from ddp_slurm.runs.run_folder import runs_folder
 
     plan = make_plan(Cluster.load("cluster.yaml"), JobOptions(command=command, time="5"))
     runs, now = runs_folder(plan.options.output), time.time()

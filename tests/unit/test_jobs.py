@@ -17,6 +17,7 @@ import pytest
 
 from ddp_slurm.cluster import Cluster
 from ddp_slurm.job.options import JobOptions
+from ddp_slurm.job.runs_folder import RUNS_FOLDER
 from ddp_slurm.plan import make_plan
 from ddp_slurm.runs import commands as jobs
 from ddp_slurm.runs import follow as following
@@ -25,7 +26,7 @@ from ddp_slurm.runs.commands import status_text
 from ddp_slurm.runs.follow import follow
 from ddp_slurm.runs.job import Job, find_job
 from ddp_slurm.runs.keep import Submission, keep_run
-from ddp_slurm.runs.run_folder import RUNS_FOLDER, JobError, Run, RunError
+from ddp_slurm.runs.run_folder import JobError, Run, RunError
 from ddp_slurm.slurm_client.states import ComponentState, JobState, Patience, StateError
 
 from ..processes import running

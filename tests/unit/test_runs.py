@@ -20,6 +20,7 @@ import pytest
 from ddp_slurm.cluster import Cluster
 from ddp_slurm.job.log_path import log_path
 from ddp_slurm.job.options import JobOptions
+from ddp_slurm.job.runs_folder import RUNS_FOLDER, runs_folder
 from ddp_slurm.job.write import job_yaml
 from ddp_slurm.plan import Plan, make_plan
 from ddp_slurm.plan.request import Request, load_options
@@ -28,13 +29,11 @@ from ddp_slurm.runs import keep as keeping
 from ddp_slurm.runs.job import find_job
 from ddp_slurm.runs.keep import Submission, keep_run, make_runs_folder, plan_as_dict, versions
 from ddp_slurm.runs.run_folder import (
-    RUNS_FOLDER,
     Run,
     RunError,
     find_run_beside,
     find_runs,
     load_run,
-    runs_folder,
 )
 from ddp_slurm.slurm_client.sources import parse_exit_marker
 from ddp_slurm.slurm_client.states import ComponentState, JobState

@@ -99,7 +99,8 @@ class HetSlurmJob(core.Job[core.R]):
     @property
     def run(self) -> "Run | None":
         """The run folder: what was submitted, the log's path and the exit marker."""
-        from ddp_slurm.runs.run_folder import RECORD, RUNS_FOLDER, load_run
+        from ddp_slurm.job.runs_folder import RUNS_FOLDER
+        from ddp_slurm.runs.run_folder import RECORD, load_run
 
         fixed = utils.JobPaths.get_first_id_independent_folder(self._paths._folder)
         for folder in (fixed / RUNS_FOLDER / self.job_id, self._paths.folder):

@@ -12,11 +12,11 @@ from ddp_slurm.backends import sbatch
 from ddp_slurm.backends.submitit.rank import NAME, utils
 from ddp_slurm.cluster import Cluster
 from ddp_slurm.job.options import JobOptions, OptionsError
+from ddp_slurm.job.runs_folder import RUNS_FOLDER
 from ddp_slurm.plan import Plan, make_plan
 from ddp_slurm.plan.request import DEFAULT_CLUSTER, Request, load_cluster, load_options
 from ddp_slurm.render import render_sbatch
 from ddp_slurm.runs.keep import Submission, keep_run, make_runs_folder, planned_cluster
-from ddp_slurm.runs.run_folder import RUNS_FOLDER
 from ddp_slurm.schema.fields import limit_seconds
 from ddp_slurm.schema.schema import keys_of
 
