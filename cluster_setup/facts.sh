@@ -70,8 +70,10 @@ network() {
 
 gpus() {
     block nvidia-smi nvidia-smi --query-gpu=index,pci.bus_id,memory.total,driver_version,name --format=csv,noheader,nounits
-    # A separate query: drivers before 510 do not know the field and would print nothing else either.
+    # Separate queries: drivers that do not know the field (before 510, 450) would print nothing else either.
     block nvidia-smi.capability nvidia-smi --query-gpu=index,compute_cap --format=csv,noheader
+    block nvidia-smi.mig nvidia-smi --query-gpu=index,mig.mode.current --format=csv,noheader
+    block nvidia-smi.list nvidia-smi --list-gpus
     for path in /proc/driver/nvidia/gpus/*/information; do
         if [ -r "$path" ]; then block nvidia.information cat "$path"; fi
     done
@@ -125,7 +127,9 @@ identity() {
     block users getent passwd
     if have munged; then fact munged "$(command -v munged)"; fi
     if [ -e /etc/munge/munge.key ]; then fact munge_key "$(stat -c '%a %U %s' /etc/munge/munge.key)"; fi
-    if [ -n "${CREDENTIAL:-}" ] && have unmunge; then
+    if [ -z "${CREDENTIAL:-}" ]; then # no node could make one: why not this one
+        credential
+    elif have unmunge; then
         find_munge_socket
         # shellcheck disable=SC2086 # one option or none
         block_text=$(printf '%s\n' "$CREDENTIAL" | unmunge $munge_socket 2>&1)

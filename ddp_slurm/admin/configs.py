@@ -84,7 +84,7 @@ def render_configs(
         "def_mem_per_cpu": _default_memory_per_cpu_mb(cluster),
         "nodes": nodes,
         "partitions": partition_lines(cluster.nodes),
-        "gres_lines": gres_lines(cluster.nodes, installation.gpu_device_prefix),
+        "gres_lines": gres_lines(cluster.nodes, installation),
         "slurmdbd": slurmdbd,
         "health_check": health_check,
     }

@@ -10,7 +10,7 @@ from functools import cached_property
 from importlib import resources
 from ipaddress import IPv4Address
 
-from ddp_slurm.admin.gpus import Gpu, parse_gpus
+from ddp_slurm.admin.gpus import Gpu, Outputs, parse_gpus, undivided_mig_cards
 from ddp_slurm.cluster import Node
 from ddp_slurm.ssh.command import RemoteError
 from ddp_slurm.ssh.run import Runner, run, run_script
@@ -99,10 +99,19 @@ class Facts:
 
     @cached_property
     def gpus(self) -> tuple[Gpu, ...]:
+        return parse_gpus(self._outputs)
+
+    @cached_property
+    def undivided_mig_cards(self) -> list[int]:
+        """The indices of cards with MIG enabled but without instances."""
+        return undivided_mig_cards(self._outputs)
+
+    @cached_property
+    def _outputs(self) -> Outputs:
         outputs = {}
         for name, blocks in self.blocks.items():
             outputs[name] = [(block.status, block.text) for block in blocks]
-        return parse_gpus(outputs)
+        return outputs
 
     @cached_property
     def interface_of_address(self) -> dict[str, str]:

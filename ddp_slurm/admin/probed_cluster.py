@@ -126,6 +126,8 @@ def gpu_warning(facts: Facts) -> str | None:
     error = nvidia_error(nvidia.status, nvidia.text) if nvidia else None
     if error:
         return f"nvidia-smi fails: {error}"
+    if facts.undivided_mig_cards:
+        return f"MIG is enabled on GPU {facts.undivided_mig_cards[0]}, but it has no instances"
     for tool in ("amd-smi", "rocm-smi"):
         block = facts.block(tool)
         if block and block.status != 0:
@@ -141,13 +143,15 @@ def gpu_warning(facts: Facts) -> str | None:
 def gpu_models(gpus: Sequence[Gpu], types: Mapping[str, str]) -> tuple[GpuModel, ...]:
     """Cards of one model together, in the order of the models' first cards.
 
-    Device numbers are given only where they are not 0, 1, 2, ... in that order.
+    Device numbers are given only where they are not 0, 1, 2, ... in that order. An instance of a
+    divided card (MIG) has none.
     """
     minors_of_name: dict[str, list[int]] = {}
     for gpu in gpus:
         minors_of_name.setdefault(gpu.name, []).append(_minor(gpu))
     all_minors = [minor for minors in minors_of_name.values() for minor in minors]
-    is_default = all_minors == list(range(len(gpus)))
+    has_instances = any(gpu.mig_profile for gpu in gpus)
+    is_default = has_instances or all_minors == list(range(len(gpus)))
     models = []
     for name, minors in minors_of_name.items():
         given = None if is_default else tuple(minors)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from ddp_slurm.admin.gpus.types import mig_profile_of
 from ddp_slurm.admin.installation import USERS_MACHINES, Installation
 from ddp_slurm.cluster import Cluster, GpuModel, Node
 from ddp_slurm.hostlist import compress_hostlist
@@ -53,8 +54,10 @@ class GresLine:
     """A line of gres.conf: one model of card in one kind of node."""
 
     names: str
-    type: str | None
-    files: str
+    type: str | None = None
+    files: str | None = None
+    autodetect: str | None = None
+    """Slurm finds the devices of these nodes by itself, in place of ``type`` and ``files``."""
 
 
 def topology_of(node: Node) -> tuple[int, int, int] | None:
@@ -139,10 +142,19 @@ def partition_lines(nodes: Sequence[Node]) -> list[PartitionLine]:
     ]
 
 
-def gres_lines(nodes: Sequence[Node], device_prefix: str) -> list[GresLine]:
+def gres_lines(nodes: Sequence[Node], installation: Installation) -> list[GresLine]:
+    """A line a model of card.
+
+    Nodes with divided cards (MIG) have one line: an instance has device files of numbers that
+    change whenever the card is divided.
+    """
+    device_prefix = installation.gpu_device_prefix
     lines = []
     for gpus, group in groupby(nodes, key=lambda node: node.gpus):
         names = compress_hostlist(node.name for node in group)
+        if not installation.is_lab and any(mig_profile_of(model.type) for model in gpus):
+            lines.append(GresLine(names, autodetect="nvml"))
+            continue
         for model, minors in _minors(gpus):
             lines.append(GresLine(names, model.type, _device_files(minors, device_prefix)))
     return lines

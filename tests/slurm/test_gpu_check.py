@@ -23,6 +23,8 @@ def check(make_lab: Callable[..., Lab], tmp_path: Path) -> Check:
     """``check(node, nvidia_smi)``: run it with that nvidia-smi; is the node drained, and why."""
     lab = make_lab(CLUSTER)
     lab.run(["scontrol", "update", "NodeName=beta", "State=DRAIN", "Reason=fan"], check=True)
+    free_text = "Comment=not in State=DOWN+DRAIN, Gres=gpu:9"
+    lab.run(["scontrol", "update", "NodeName=alpha", free_text], check=True)
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
 
@@ -45,12 +47,14 @@ def check(make_lab: Callable[..., Lab], tmp_path: Path) -> Check:
 
 
 def gpus(count: int) -> str:
-    return "\n".join(f"echo 'GPU {n}: NVIDIA A100 (UUID: GPU-{n})'" for n in range(count))
+    """An nvidia-smi that lists so many cards, and knows no other query."""
+    lines = [f"echo 'GPU {n}: NVIDIA A100 (UUID: GPU-{n})'" for n in range(count)]
+    return "\n".join(["[ $1 = --list-gpus ] || exit 2", *lines])
 
 
 def test_gpu_check_drains_and_resumes(check: Check) -> None:
     assert check("alpha", gpus(3)) == (False, "")
-    lost = (True, "gpu_check: 2 of 3 GPUs answer")
+    lost = (True, "gpu_check: 2 of 3 GPUs respond")
     assert check("alpha", gpus(2)) == lost
     assert check("alpha", "echo 'Unable to determine the device handle'; exit 255") == lost, (
         "the first reason stays"

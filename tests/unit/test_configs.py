@@ -246,6 +246,26 @@ def test_gres_conf_has_a_line_for_each_model(cluster: Cluster) -> None:
     }
 
 
+def test_gres_conf_detects_mig_instances(load: Callable[[str], Cluster]) -> None:
+    cluster = load(
+        "nodes:\n"
+        "  - name: a[1-2]\n"
+        "    gpus: [{type: 1g.10gb, count: 7}, {type: a100, count: 1}]\n"
+        "    cpus: 8\n    memory: 8G\n"
+        "  - {name: b, gpus: {type: a100_3g.20gb, count: 2}, cpus: 8, memory: 8G}\n"
+        "  - {name: c, gpus: {type: a100, count: 2}, cpus: 8, memory: 8G}\n"
+    )
+    files = render_configs(cluster)
+    assert lines_of(files["gres.conf"]) == [
+        {"NodeName": "a[1-2]", "AutoDetect": "nvml"},
+        {"NodeName": "b", "AutoDetect": "nvml"},
+        {"NodeName": "c", "Name": "gpu", "Type": "a100", "File": "/dev/nvidia[0-1]"},
+    ]
+    assert nodes_of(files["slurm.conf"])["a2"]["Gres"] == "gpu:1g.10gb:7,gpu:a100:1"
+    in_lab = render_configs(cluster, installation=LAB)["gres.conf"]
+    assert "AutoDetect" not in in_lab
+
+
 def test_slurm_conf_partitions(cluster: Cluster, load: Callable[[str], Cluster]) -> None:
     def partitions(cluster: Cluster) -> dict[str, tuple[list[str], str]]:
         lines = [

@@ -267,7 +267,8 @@ def test_slurmctld_step_keeps_an_edited_configuration(tmp_path: Path) -> None:
 
 def test_gpu_check_ends_before_slurmd_kills_it(tmp_path: Path) -> None:
     stubs = {
-        "scontrol": "echo \"$*\" >>F.calls; echo 'NodeName=a State=IDLE Gres=gpu:2 '",
+        "scontrol": 'echo "$*" >>F.calls',
+        "sinfo": "echo 'gpu:2|idle|none'",
         "timeout": 'echo "$*" >F.limits; exit 124',
         "nvidia-smi": "",
     }
@@ -278,7 +279,7 @@ def test_gpu_check_ends_before_slurmd_kills_it(tmp_path: Path) -> None:
     subprocess.run(["sh", script], env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, check=True)
     _, grace, limit, *_ = (tmp_path / "limits").read_text().split()
     assert int(grace) + int(limit) <= 40  # slurm.conf(5): killed after 60 s
-    assert "State=DRAIN Reason=gpu_check: 0 of 2 GPUs answer" in (tmp_path / "calls").read_text()
+    assert "State=DRAIN Reason=gpu_check: 0 of 2 GPUs respond" in (tmp_path / "calls").read_text()
 
 
 def test_first_job_has_a_task_for_each_gpu() -> None:

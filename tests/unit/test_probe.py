@@ -8,33 +8,19 @@ from pathlib import Path
 import pytest
 
 from ddp_slurm.admin.facts import Block, Facts, Topology, facts_script, gather, parse_facts
-from ddp_slurm.admin.gpus import gres_types, parse_gpus
 from ddp_slurm.admin.probe import probe
 from ddp_slurm.admin.probe_hosts import ProbeError, nodes_of_arguments
-from ddp_slurm.admin.probed_cluster import gpu_models, gpu_warning, probed_cluster
+from ddp_slurm.admin.probed_cluster import gpu_warning, probed_cluster
 from ddp_slurm.admin.probed_yaml import probed_cluster_yaml
 from ddp_slurm.ask import Answer
 from ddp_slurm.cluster import Cluster, ClusterError, GpuModel, Node, Ssh
 from ddp_slurm.ssh.command import RemoteError
 
-# Two kinds of card; the order of nvidia-smi (by bus) is not that of the device files.
 NVIDIA_SMI = """\
 0, 00000000:17:00.0, 81920, 550.54.15, NVIDIA A100-SXM4-80GB
 1, 00000000:65:00.0, 24564, 550.54.15, NVIDIA GeForce RTX 3090
 2, 00000000:CA:00.0, 81920, 550.54.15, NVIDIA A100-SXM4-80GB"""
 CAPABILITY = "0, 8.0\n1, 8.6\n2, 8.0"
-INFORMATION = (
-    "Model: \t\t {}\nIRQ:   \t\t 33\nBus Location: \t 0000:{}:00.0\nDevice Minor: \t {}\n"
-    "GPU Excluded:\t No"
-)
-AMD_SMI = """[{"gpu": 0,
- "asic": {"market_name": "AMD Instinct MI210", "target_graphics_version": "gfx90a"},
- "bus": {"bdf": "0000:43:00.0"}, "vram": {"type": "HBM2E", "size": {"value": 65520, "unit": "MB"}},
- "driver": {"name": "amdgpu", "version": "6.7.0"}}]"""
-ROCM_SMI = """WARNING: AMD GPU device(s) is/are in a low-power state.
-{"card0": {"VRAM Total Memory (B)": "21458059264", "PCI Bus": "0000:03:00.0",
- "Card Series": "Radeon RX 7900 XT",
- "Card Model": "0x744c", "GFX Version": "gfx1100"}, "system": {"Driver version": "6.8.5"}}"""
 ROUTES = """Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\tMTU\tWindow\tIRTT
 wlp2s0\t00000000\t0101A8C0\t0003\t0\t0\t600\t00000000\t0\t0\t0
 eno1\t0008A8C0\t00000000\t0001\t0\t0\t100\t00FFFFFF\t0\t0\t0
@@ -61,93 +47,6 @@ def recorded(host: str, *, gpus: str = "", cpus: int = 4, **values: str) -> Fact
             "nvidia-smi.capability": (Block(0, CAPABILITY),),
         }
     return Facts(lines, blocks)
-
-
-def test_nvidia_cards_have_their_device_minors() -> None:
-    information = [
-        (0, INFORMATION.format("A100", "17", 1)),
-        (0, INFORMATION.format("3090", "65", 0)),
-        (0, INFORMATION.format("A100", "ca", 2)),
-    ]
-    outputs = {
-        "nvidia-smi": [(0, NVIDIA_SMI)],
-        "nvidia-smi.capability": [(0, CAPABILITY)],
-        "nvidia.information": information,
-    }
-    cards = parse_gpus(outputs)
-    assert [(c.minor, c.memory_mib, c.compute_capability, c.driver) for c in cards] == [
-        (1, 81920, "8.0", "550.54.15"),
-        (0, 24564, "8.6", "550.54.15"),
-        (2, 81920, "8.0", "550.54.15"),
-    ]
-    models = gpu_models(cards, gres_types(card.name for card in cards))
-    assert models == (
-        GpuModel(type="a100", count=2, minors=(1, 2)),
-        GpuModel(type="rtx_3090", count=1, minors=(0,)),
-    )
-
-
-def test_nvidia_old_and_failing_drivers() -> None:
-    refused = (2, 'Field "compute_cap" is not a valid field to query.')
-    old = {"nvidia-smi": [(0, "0, 00000000:01:00.0, 12212, 470.223.02, NVIDIA TITAN X (Pascal)")]}
-    (card,) = parse_gpus({**old, "nvidia-smi.capability": [refused]})
-    assert (card.compute_capability, card.memory_mib) == ("", 12212)
-    assert gpu_models([card], {card.name: "titan_x"}) == (GpuModel(type="titan_x", count=1),)
-    shared = {"nvidia-smi": [(0, "0, 0000000F:01:00.0, [N/A], 580.95.05, NVIDIA GB10")]}
-    assert parse_gpus(shared)[0].memory_mib == 0
-    mismatch = (
-        "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 550.54"
-    )
-    assert parse_gpus({"nvidia-smi": [(18, mismatch)]}) == ()
-    assert (
-        parse_gpus({"nvidia-smi": [(15, NVIDIA_SMI)]}) == ()
-    )  # the rest of the table after a card was lost
-    assert (
-        parse_gpus(
-            {
-                "nvidia-smi": [
-                    (0, NVIDIA_SMI + "\n3, 00000000:DA:00.0, " + ", ".join(["[GPU is lost]"] * 3))
-                ]
-            }
-        )
-        == ()
-    )
-
-
-@pytest.mark.parametrize(
-    ("tool", "text", "found"),
-    [
-        ("amd-smi", AMD_SMI, ("AMD Instinct MI210", 65520, "gfx90a", "6.7.0", "0000:43:00.0")),
-        (
-            "amd-smi",
-            '{"gpu_data": ' + AMD_SMI + "}",
-            ("AMD Instinct MI210", 65520, "gfx90a", "6.7.0", "0000:43:00.0"),
-        ),
-        ("rocm-smi", ROCM_SMI, ("Radeon RX 7900 XT", 20464, "gfx1100", "6.8.5", "0000:03:00.0")),
-    ],
-)
-def test_amd_cards_of_each_tool(
-    tool: str, text: str, found: tuple[str, int, str, str, str]
-) -> None:
-    (card,) = parse_gpus({tool: [(0, text)]})
-    assert (card.name, card.memory_mib, card.compute_capability, card.driver, card.bus_id) == found
-    assert gpu_models([card], {card.name: "x"})[0].minors == (128,)  # /dev/dri/renderD128
-
-
-def test_gres_types_are_short_and_unique() -> None:
-    names = {
-        "NVIDIA A100-SXM4-80GB": "a100",
-        "NVIDIA GeForce RTX 3090": "rtx_3090",
-        "NVIDIA H100 80GB HBM3": "h100",
-        "NVIDIA RTX 6000 Ada Generation": "rtx_6000_ada",
-        "Quadro P4000": "p4000",
-        "NVIDIA TITAN X (Pascal)": "titan_x",
-        "Arcturus GL-XL [AMD Instinct MI100]": "mi100",
-        "NVIDIA GeForce GTX 1080 Ti": "gtx_1080_ti",
-    }
-    assert gres_types(names) == names
-    two = gres_types(["NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "Tesla V100-PCIE-16GB"])
-    assert list(two.values()) == ["nvidia_a100-sxm4-40gb", "nvidia_a100-sxm4-80gb", "v100"]
 
 
 @pytest.mark.parametrize(
@@ -198,23 +97,6 @@ def test_facts_skip_a_banner_without_newline() -> None:
     parse_facts(
         subprocess.run(["sh"], input=script, capture_output=True, text=True, check=True).stdout
     )
-
-
-@pytest.mark.parametrize(
-    ("tool", "text", "count"),
-    [
-        (
-            "amd-smi",
-            '[{"gpu": "N/A", "asic": "N/A", "vram": "N/A", "bus": "N/A", "driver": "N/A"}]',
-            1,
-        ),
-        ("amd-smi", '["N/A"]', 1),
-        ("rocm-smi", '{"card0": "N/A", "system": "N/A"}', 1),
-        ("rocm-smi", "[]", 0),
-    ],
-)
-def test_amd_cards_without_readable_values_count(tool: str, text: str, count: int) -> None:
-    assert len(parse_gpus({tool: [(0, text)]})) == count
 
 
 def stub(folder: Path, name: str, text: str) -> None:

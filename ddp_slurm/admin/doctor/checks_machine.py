@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ddp_slurm.admin.doctor.finding import Finding, Findings, error, skipped, warning
 from ddp_slurm.admin.doctor.snapshot import Snapshot
 from ddp_slurm.admin.facts import Facts
-from ddp_slurm.admin.gpus import nvidia_error
+from ddp_slurm.admin.gpus import nvidia_error, nvidia_warning
 
 PROBE = "ddp-slurm cluster probe, then ddp-slurm cluster install"
 HOSTS = "ddp-slurm cluster install --step hosts"
@@ -101,7 +101,8 @@ def _count_findings(
 
 def _driver_error(facts: Facts) -> str | None:
     block = facts.block("nvidia-smi")
-    return nvidia_error(block.status, block.text) if block else None
+    failure = nvidia_error(block.status, block.text) if block else None
+    return f"nvidia-smi: {failure}" if failure else None
 
 
 def driver(snapshot: Snapshot) -> Findings:
@@ -110,18 +111,27 @@ def driver(snapshot: Snapshot) -> Findings:
     After an upgrade without a restart they differ.
     """
     for name, facts in snapshot.facts.items():
-        restart = (
-            f"drain {name} and restart it; exclude the driver's packages from automatic upgrades "
-            "(see the guide)"
-        )
         failure = _driver_error(facts)
-        if failure:
-            yield error(name, f"nvidia-smi: {failure}", restart)
-            continue
         module = _kernel_module_version(facts)
         libraries = [gpu.driver for gpu in facts.gpus if gpu.vendor == "nvidia"]
         if module and libraries and module != libraries[0]:
-            yield error(name, f"kernel module {module}, library {libraries[0]}", restart)
+            failure = f"kernel module {module}, library {libraries[0]}"
+        if failure:
+            fix = (
+                f"drain {name} and restart it; exclude the driver's packages from automatic "
+                "upgrades (see the guide)"
+            )
+            yield error(name, failure, fix)
+            continue
+        block = facts.block("nvidia-smi")
+        complaint = nvidia_warning(block.status, block.text) if block else None
+        if complaint:
+            fix = "jobs can run on the card; have its vendor check it"
+            yield warning(name, f"nvidia-smi: {complaint}", fix)
+        for index in facts.undivided_mig_cards:
+            cause = f"MIG is enabled on GPU {index}, but it has no instances: no job can use it"
+            fix = f"nvidia-smi mig -i {index} -cgi PROFILES -C, or nvidia-smi -i {index} -mig 0"
+            yield error(name, cause, fix)
 
 
 def _kernel_module_version(facts: Facts) -> str | None:

@@ -23,6 +23,8 @@ class Gpu:
     compute_capability: str = ""
     """``8.6`` for NVIDIA, ``gfx90a`` for AMD."""
     bus_id: str = ""
+    mig_profile: str = ""
+    """``1g.10gb`` for an instance of a divided card, which Slurm and torch treat as a GPU."""
 
 
 def successful_text(outputs: Outputs, name: str) -> str:

@@ -1,9 +1,12 @@
 """NVIDIA's cards, from nvidia-smi and the kernel module's pages in /proc."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ddp_slurm.admin.gpus.gpu import Gpu, Outputs, successful_text
+from ddp_slurm.admin.gpus.gpu import Gpu, Outputs
+
+INFOROM_CORRUPTED = 14
+"""nvidia-smi(1), RETURN VALUE: a warning; all queries are answered, and the card computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +27,28 @@ class _Row:
 
 
 def nvidia_gpus(outputs: Outputs) -> list[Gpu]:
-    """The cards, none at all where one is lost: the rest of the table is not the machine."""
+    """The cards; in place of a divided one (MIG) its instances, which may be none.
+
+    None at all where a card is lost: the rest of the table is not the machine.
+    """
     if any(nvidia_error(status, text) for status, text in outputs.get("nvidia-smi", ())):
         return []
-    capabilities = _capabilities(successful_text(outputs, "nvidia-smi.capability"))
+    instances = _mig_profiles(outputs)
+    gpus = []
+    for card in _cards(outputs):
+        if card.index not in instances:
+            gpus.append(card)
+        for profile in instances.get(card.index, ()):
+            gpus.append(_instance(card, profile))
+    return gpus
+
+
+def _cards(outputs: Outputs) -> list[Gpu]:
+    """Whole cards."""
+    capabilities = _capabilities(_text(outputs, "nvidia-smi.capability"))
     minors = _device_minors(outputs)
     gpus = []
-    for row in _rows(successful_text(outputs, "nvidia-smi")):
+    for row in _rows(_text(outputs, "nvidia-smi")):
         bus_id = _short_bus_id(row.bus_id)
         gpu = Gpu(
             index=row.index,
@@ -46,6 +64,44 @@ def nvidia_gpus(outputs: Outputs) -> list[Gpu]:
     return gpus
 
 
+def _instance(card: Gpu, profile: str) -> Gpu:
+    gigabytes = re.search(r"(\d+)gb", profile)
+    memory_mib = int(gigabytes[1]) * 1024 if gigabytes else 0
+    name = f"{card.name} {profile}"
+    return replace(card, name=name, memory_mib=memory_mib, mig_profile=profile)
+
+
+def _mig_profiles(outputs: Outputs) -> dict[int, list[str]]:
+    """The profiles of the instances of each divided card, by its index."""
+    profiles: dict[int, list[str]] = {}
+    listed = _text(outputs, "nvidia-smi.list")
+    if not listed:
+        return profiles
+    for index in re.findall(r"^(\d+), *Enabled", _text(outputs, "nvidia-smi.mig"), re.MULTILINE):
+        profiles[int(index)] = []
+    card = -1
+    for line in listed.splitlines():
+        card_line = re.match(r"GPU (\d+):", line)
+        instance_line = re.match(r" +MIG (\S+)", line)
+        if card_line:
+            card = int(card_line[1])
+        elif instance_line:
+            profiles.setdefault(card, []).append(instance_line[1])
+    return profiles
+
+
+def undivided_mig_cards(outputs: Outputs) -> list[int]:
+    """The indices of cards with MIG enabled but without instances: no program can use them."""
+    return [index for index, profiles in _mig_profiles(outputs).items() if not profiles]
+
+
+def nvidia_warning(status: int, text: str) -> str | None:
+    """The message of an nvidia-smi that has a complaint but works."""
+    if status != INFOROM_CORRUPTED:
+        return None
+    return _first_message(text) or "infoROM is corrupted"
+
+
 def nvidia_error(status: int, text: str) -> str | None:
     """What nvidia-smi prints where it failed or lost a card; None where all is well.
 
@@ -55,12 +111,23 @@ def nvidia_error(status: int, text: str) -> str | None:
     for row in _rows(text):
         if row.is_lost:
             return f"GPU {row.index} at {row.bus_id}: {row.name}"
-    if status == 0:
+    works = status == 0 or (status == INFOROM_CORRUPTED and _rows(text))
+    if works:
         return None
+    return _first_message(text) or f"no message (exit status {status})"
+
+
+def _first_message(text: str) -> str | None:
     for line in text.splitlines():
         if line.strip() and _parse_row(line) is None:
             return line
-    return f"no message (exit status {status})"
+    return None
+
+
+def _text(outputs: Outputs, name: str) -> str:
+    """What a query of nvidia-smi printed where it worked."""
+    works = (0, INFOROM_CORRUPTED)
+    return "\n".join(text for status, text in outputs.get(name, ()) if status in works)
 
 
 def _rows(text: str) -> list[_Row]:

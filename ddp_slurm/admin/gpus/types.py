@@ -9,6 +9,14 @@ _NOISE = re.compile(
     re.IGNORECASE,
 )
 
+_MIG_PROFILE = re.compile(r"(?:^|[ _])((?:\d+c\.)?\d+g\.\d+gb\S*)$")
+
+
+def mig_profile_of(type: str | None) -> str | None:
+    """``1g.10gb`` of a gres type that is an instance of a divided card, or of its name."""
+    match = _MIG_PROFILE.search(type or "")
+    return match[1] if match else None
+
 
 def gres_types(names: Iterable[str]) -> dict[str, str]:
     """A short gres type for each card name.
@@ -29,6 +37,9 @@ def gres_types(names: Iterable[str]) -> dict[str, str]:
 
 
 def _short_type(name: str) -> str:
+    profile = mig_profile_of(name)
+    if profile:
+        return _as_type(profile)
     bracket = re.search(r"\[(.*)\]", name)  # rocm-smi: "Arcturus GL-XL [AMD Instinct MI100]"
     text = bracket[1] if bracket else name
     text = re.sub(r"\(.*?\)", " ", text)
