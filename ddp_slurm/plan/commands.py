@@ -34,6 +34,12 @@ def add_job_options(parser: Parser) -> None:
         metavar="FILE",
         help="a YAML file with any of the options below as keys",
     )
+    parser.add_argument(
+        "--shrink",
+        action="store_true",
+        help="leave out the nodes that Slurm cannot use now, naming them on stderr; the global "
+        "batch stays the same",
+    )
     for name, key in keys_of(JobOptions).items():
         _add_option(parser, name, key)
 
@@ -62,6 +68,7 @@ def request_of(
     job: Path | None,
     command: list[str],
     errors: list[str],
+    shrink: bool,
     **options: Any,
 ) -> Request:
     """A Request from the arguments of a parser with the job options."""
@@ -69,4 +76,4 @@ def request_of(
     words = command[1:] if command[:1] == ["--"] else command
     if words:
         given["command"] = words
-    return Request(cluster, job, given, backend, tuple(errors))
+    return Request(cluster, job, given, backend, shrink, tuple(errors))

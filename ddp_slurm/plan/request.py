@@ -12,6 +12,7 @@ from ddp_slurm.job.checks import combination_errors
 from ddp_slurm.job.log_path import with_log_path
 from ddp_slurm.job.options import JobOptions, OptionsError
 from ddp_slurm.plan import Plan, make_plan
+from ddp_slurm.plan.shrink import shrink
 from ddp_slurm.schema.schema import Invalid, error_text, keys_of
 from ddp_slurm.schema.yaml_file import load_yaml, validate
 
@@ -28,6 +29,8 @@ class Request:
     """JobOptions' fields as texts or lists of texts; only those that were given."""
     backend: str = "sbatch"
     """The one that will start the job."""
+    shrink: bool = False
+    """Leave out the nodes that Slurm cannot use now."""
     errors: tuple[str, ...] = ()
     """What is wrong with the command line itself, such as an unknown option."""
 
@@ -72,6 +75,8 @@ def read_request(request: Request) -> Reading:
     has_a_log_path = request.backend in ("sbatch", "submitit") or "output" in reading.options.given
     if has_a_log_path:
         _settle_log_path(reading)
+    if request.shrink:
+        _shrink(reading, request.backend)
     return reading
 
 
@@ -119,6 +124,25 @@ def _settle_log_path(reading: Reading) -> None:
     try:
         reading.options = with_log_path(reading.options, reading.options.name or cluster_name)
     except OptionsError as error:
+        reading.errors.append(str(error))
+
+
+def _shrink(reading: Reading, backend: str) -> None:
+    if backend in ("local", "torchrun"):
+        reading.errors.append(
+            "--shrink asks Slurm which nodes it can use; it cannot be combined with "
+            f"--backend {backend}"
+        )
+    if any(item.component is not None for item in reading.options.sbatch):
+        reading.errors.append(
+            "--shrink may change the components; it cannot be combined with "
+            "--sbatch COMPONENT:KEY=VALUE"
+        )
+    if reading.errors or reading.cluster is None:
+        return
+    try:
+        reading.options = shrink(reading.cluster, reading.options)
+    except DdpSlurmError as error:
         reading.errors.append(str(error))
 
 
