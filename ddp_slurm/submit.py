@@ -1,5 +1,6 @@
 """``python -m ddp_slurm.submit [OPTIONS] [-- COMMAND ...]``, the same as ``ddp-slurm submit``."""
 
+import os
 import re
 import shlex
 import sys
@@ -145,6 +146,9 @@ def _submit_to_slurm(plan: Plan, request: Request, *, dry_run: bool, follow: boo
         return
     from ddp_slurm.runs.keep import make_runs_folder
 
+    unused = _sbatch_variables()
+    if unused:
+        console.say(f"not used: {', '.join(unused)}; give submit's own options instead")
     make_log_folder(plan.options)
     make_runs_folder(runs)
     console.say(f"{plan.size} in {counted(len(plan.components), 'component')}")
@@ -157,6 +161,11 @@ def _submit_to_slurm(plan: Plan, request: Request, *, dry_run: bool, follow: boo
 
         submitted, _ = find_job(job_id, runs)
         raise SystemExit(follow_job(submitted, sys.stderr))
+
+
+def _sbatch_variables() -> list[str]:
+    """The variables of this shell that would be options of sbatch."""
+    return sorted(name for name in os.environ if name.startswith("SBATCH_"))
 
 
 def _submit_script(plan: Plan, script: str, runs: Path, cluster_file: Path | None) -> str:
@@ -185,7 +194,10 @@ def _write_script(plan: Plan, path: Path, *, dry_run: bool) -> None:
     make_log_folder(plan.options)
     has_values = plan.options.env or any(component.env for component in plan.components)
     write_whole(path, text, mode=0o700 if has_values else 0o755)  # the values may be secrets
-    console.say(f"wrote {path}: {plan.size}; start it with: {shlex.join(['sbatch', str(path)])}")
+    # sbatch takes these variables before the script's own lines.
+    unset = [word for name in _sbatch_variables() for word in ("-u", name)]
+    start = ["env", *unset, "sbatch", str(path)] if unset else ["sbatch", str(path)]
+    console.say(f"wrote {path}: {plan.size}; start it with: {shlex.join(start)}")
 
 
 def _check_script(path: Path) -> None:

@@ -36,6 +36,7 @@ def test_stdout_is_the_job_id_alone(
     )
     assert (done.returncode, done.stdout) == (0, "4711\n"), done.stderr
     assert "the log is logs/a b/run.out" in done.stderr
+    assert "not used: SBATCH_ACCOUNT; give submit's own options instead\n" in done.stderr
     assert (tmp_path / "logs/a b").is_dir()
     assert '#SBATCH --output="logs/a b/%x.out"' in (tmp_path / "script").read_text()
     env = (tmp_path / "script.env").read_text()
@@ -87,6 +88,20 @@ def test_script_is_written_whole_and_executable(
     done = submit("--script", str(hostile_folder / "no" / "test.sh"), "--", "x")
     assert done.returncode == 2
     assert "cannot be written: No such file or directory" in done.stderr
+
+
+def test_script_is_started_without_sbatchs_variables(
+    uneven: Path, submit: Command, tmp_path: Path, stub: Stub
+) -> None:
+    stub("sbatch", 'test -z "${SBATCH_MEM_PER_NODE+x}${SBATCH_PARTITION+x}" && echo "$@"')
+    environ = {"SBATCH_PARTITION": "old", "SBATCH_MEM_PER_NODE": "100M"}
+    done = submit("--script", "a b.sh", "--", "x", env=environ)
+    line = done.stderr.partition("start it with: ")[2].strip()
+    assert line == "env -u SBATCH_MEM_PER_NODE -u SBATCH_PARTITION sbatch 'a b.sh'"
+    started = subprocess.run(
+        ["bash", "-c", line], env={**os.environ, **environ}, capture_output=True, text=True
+    )
+    assert started.stdout == "a b.sh\n"
 
 
 def test_script_never_overwrites_a_users_file(
