@@ -11,7 +11,7 @@ from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.job.checks import combination_errors
 from ddp_slurm.job.log_path import with_log_path
 from ddp_slurm.job.options import JobOptions, OptionsError
-from ddp_slurm.plan import Plan, make_plan
+from ddp_slurm.plan import Plan, PlanError, make_plan
 from ddp_slurm.plan.shrink import shrink
 from ddp_slurm.schema.schema import Invalid, error_text, keys_of
 from ddp_slurm.schema.yaml_file import load_yaml, validate
@@ -53,10 +53,16 @@ class Reading:
     errors: list[str] = field(default_factory=list)
 
     def plan(self) -> Plan:
-        """Raises DdpSlurmError with all errors."""
-        if self.errors or self.cluster is None:
+        """Raises DdpSlurmError with all errors, those of the plan included."""
+        plan = None
+        if self.cluster is not None:
+            try:
+                plan = make_plan(self.cluster, self.options)
+            except PlanError as error:
+                self.errors.append(str(error))
+        if self.errors or plan is None:
             raise DdpSlurmError("\n".join(self.errors))
-        return make_plan(self.cluster, self.options)
+        return plan
 
 
 def plan_request(request: Request) -> Plan:

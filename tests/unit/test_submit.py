@@ -397,6 +397,13 @@ def test_errors_of_all_sources_are_one_report(
     ]
 
 
+def test_errors_of_the_plan_come_with_the_others(uneven: Path, submit: Command) -> None:
+    done = submit("--dry-run", "--backend", "sbatch", "--nodes", "alhpa", "--time", "12h")
+    assert done.returncode == 2
+    for words in ("'alhpa' is not a node of cluster 'lab'", "--time: '12h'", "no command"):
+        assert words in done.stderr
+
+
 def test_rules_over_unreadable_options_are_not_checked(uneven: Path, submit: Command) -> None:
     done = submit("--time", "12h", "--signal-seconds", "60", "--balance", "no.yaml", "--", "x")
     assert done.returncode == 2
