@@ -153,7 +153,10 @@ def test_help_lists_every_command_with_its_docstring() -> None:
     ("words", "unused"),
     [
         (["--version"], ["dataclasses", "yaml", "subprocess", "ddp_slurm.schema"]),
-        (["status", "1"], ["jinja2", "ddp_slurm.render", "ddp_slurm.submit", "ddp_slurm.lab"]),
+        (
+            ["status", "1"],
+            ["jinja2", "yaml", "ddp_slurm.plan", "ddp_slurm.submit", "ddp_slurm.lab"],
+        ),
         (["plan"], ["jinja2", "difflib", "tempfile", "ddp_slurm.render", "ddp_slurm.backends"]),
         (["submit"], ["difflib", "ddp_slurm.runs", "ddp_slurm.admin"]),
     ],
