@@ -6,6 +6,9 @@ from functools import cache
 MAX_QUOTED = 500
 """Characters of a value that a message shows."""
 
+MAX_KNOWN = 50
+"""Known words that a message lists."""
+
 
 class DdpSlurmError(Exception):
     """An error that the user can fix. Its text: what is wrong, where, the value, what is valid.
@@ -39,4 +42,7 @@ def _did_you_mean(word: str, known: tuple[str, ...]) -> str:
     import difflib
 
     near = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean '{near[0]}'?" if near else f"; known are {', '.join(sorted(known))}"
+    if near:
+        return f"; did you mean '{near[0]}'?"
+    more = f" and {len(known) - MAX_KNOWN} more" if len(known) > MAX_KNOWN else ""
+    return f"; known are {', '.join(sorted(known)[:MAX_KNOWN])}{more}"

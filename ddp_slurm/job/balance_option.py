@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_slurm.errors import DdpSlurmError, did_you_mean
+from ddp_slurm.errors import DdpSlurmError, did_you_mean, quoted
 from ddp_slurm.job import values
 from ddp_slurm.schema.fields import positive_number, seconds, word
 from ddp_slurm.schema.schema import Invalid, Schema, key, mapping_of
@@ -54,7 +54,9 @@ class Balance:
             return cls(text)
         looks_like_a_path = re.search("[./]", text) or os.path.exists(text)
         if not looks_like_a_path:
-            raise ValueError(f"the file {text!r} does not exist{did_you_mean(text, list(WORDS))}")
+            raise ValueError(
+                f"the file {quoted(text)} does not exist{did_you_mean(text, list(WORDS))}"
+            )
         return cls("planned", text, _read_speeds(Path(text)))
 
     def with_file(self, path: Path) -> "Balance":

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from ddp_slurm.errors import quoted
 from ddp_slurm.schema.fields import plain_text
 
 ENGINES = {
@@ -37,11 +38,13 @@ class Container:
             return value
         engine, colon, image = plain_text(value).partition(":")
         if engine not in ENGINES or not colon:
-            raise ValueError(f"{value!r} is not ENGINE:IMAGE; the engines are {', '.join(ENGINES)}")
+            raise ValueError(
+                f"{quoted(value)} is not ENGINE:IMAGE; the engines are {', '.join(ENGINES)}"
+            )
         image = os.path.expanduser(image)
         blank_for_docker = engine == "docker" and " " in image
         if blank_for_docker or not IMAGE.fullmatch(image):
-            raise ValueError(f"{value!r}: {image!r} is not {ENGINES[engine]}")
+            raise ValueError(f"{quoted(value)}: {quoted(image)} is not {ENGINES[engine]}")
         return cls(engine=engine, image=image)
 
     def __str__(self) -> str:
@@ -67,12 +70,12 @@ class Mount:
         target = rest[0] if rest else source
         if len(rest) > 1 or not source.startswith("/") or not target.startswith("/"):
             raise ValueError(
-                f"{value!r} is not SOURCE[:TARGET[:ro]] with absolute paths, "
+                f"{quoted(value)} is not SOURCE[:TARGET[:ro]] with absolute paths, "
                 "as in /data:/mnt/data:ro"
             )
         if SEPARATORS.search(source + target):
             raise ValueError(
-                f"{value!r}: a path with a comma, a quote or a backslash cannot be mounted"
+                f"{quoted(value)}: a path with a comma, a quote or a backslash cannot be mounted"
             )
         return cls(source=source, target=target, read_only=mode == "ro")
 

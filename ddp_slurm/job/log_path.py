@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Mapping
 
+from ddp_slurm.errors import quoted
 from ddp_slurm.job.options import JobOptions, OptionsError
 from ddp_slurm.user import user_name
 
@@ -25,17 +26,20 @@ def _checked_parts(output: str, job_name: str) -> tuple[str, str]:
     path = os.path.expandvars(os.path.expanduser(output))
     unknown = re.search(r"\$\w+|\$\{[^}]*\}", path)
     if unknown:
-        raise OptionsError(f"--output: {output!r}: the variable {unknown[0]} is not set here")
+        raise OptionsError(f"--output: {quoted(output)}: the variable {unknown[0]} is not set here")
     pattern, name = os.path.split(path)
     folder = _filled(pattern, {"%x": job_name, "%u": user_name(), "%%": "%"})
     if folder is None:
         raise OptionsError(
-            f"--output: {output!r}: Slurm makes no folder, and in a folder's name only %x and %u "
-            "are known before the job is submitted; move the other patterns to the file's name"
+            f"--output: {quoted(output)}: Slurm makes no folder, and in a folder's name only %x "
+            "and %u are known before the job is submitted; move the other patterns to the file's "
+            "name"
         )
     if not name or os.path.isdir(os.path.join(folder, name)):
         example = os.path.join(output, "%x-%j.out")
-        raise OptionsError(f"--output: {output!r} is a folder; name a file, as in {example!r}")
+        raise OptionsError(
+            f"--output: {quoted(output)} is a folder; name a file, as in {quoted(example)}"
+        )
     return folder, name
 
 
@@ -49,7 +53,7 @@ def make_log_folder(options: JobOptions) -> None:
         os.makedirs(folder or ".", exist_ok=True)
     except OSError as error:
         raise OptionsError(
-            f"--output: the folder {folder!r} cannot be made: {error.strerror}"
+            f"--output: the folder {quoted(folder)} cannot be made: {error.strerror}"
         ) from None
 
 

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from ddp_slurm.errors import quoted
 from ddp_slurm.schema import fields
 
 KEYS_OF_THE_PLAN = {
@@ -62,8 +63,8 @@ class SbatchOption:
         match = FORM.fullmatch(fields.plain_text(value))
         if not match:
             raise ValueError(
-                f"{value!r} is not KEY=VALUE or COMPONENT:KEY=VALUE, such as 'reservation=lab' "
-                "or '1:mincpus=4'"
+                f"{quoted(value)} is not KEY=VALUE or COMPONENT:KEY=VALUE, such as "
+                "'reservation=lab' or '1:mincpus=4'"
             )
         component, key, text = match.groups()
         if key in KEYS_OF_THE_PLAN:

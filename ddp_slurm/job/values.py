@@ -5,6 +5,7 @@ import re
 import shlex
 from typing import Any
 
+from ddp_slurm.errors import quoted
 from ddp_slurm.hostlist import expand_hostlist
 from ddp_slurm.schema import fields
 from ddp_slurm.schema.schema import Reader, tuple_of
@@ -20,7 +21,7 @@ def words(value: Any) -> tuple[str, ...]:
         split = shlex.split(fields.one_line(_unfolded(value)))
     except ValueError as error:
         raise ValueError(
-            f"{value!r} cannot be split into words as a shell would: {error}"
+            f"{quoted(value)} cannot be split into words as a shell would: {error}"
         ) from None
     return tuple_of(fields.one_line)(split)
 
@@ -35,7 +36,7 @@ def env(value: Any) -> dict[str, str]:
 def _pair(item: Any) -> tuple[str, str]:
     name, equals, text = fields.one_line(item).partition("=")
     if not equals:
-        raise ValueError(f"{item!r} is not NAME=VALUE")
+        raise ValueError(f"{quoted(item)} is not NAME=VALUE")
     return name, text
 
 
@@ -52,7 +53,8 @@ def setup_line(value: Any) -> str:
     line = fields.one_line(_unfolded(value))
     if ENDS_IN_A_BACKSLASH.search(line):
         raise ValueError(
-            f"{line!r} ends in a backslash, which would join it with the next line of the script"
+            f"{quoted(line)} ends in a backslash, which would join it with the next line of "
+            "the script"
         )
     return line
 
@@ -73,8 +75,8 @@ def job_name(value: Any) -> str:
     name = fields.plain_text(value)
     if not name or "/" in name or name != name.strip():
         raise ValueError(
-            f"{value!r} is not a job name: it becomes part of the log's file name, so it must not "
-            "be empty, hold a '/', or begin or end with a blank"
+            f"{quoted(value)} is not a job name: it becomes part of the log's file name, so it "
+            "must not be empty, hold a '/', or begin or end with a blank"
         )
     return name
 

@@ -12,6 +12,9 @@ from ddp_slurm.job.options import JobOptions
 from ddp_slurm.plan.plan import Component, Plan, PlanError
 from ddp_slurm.plan.shares import planned_shares
 
+MAX_NAMES = 5
+"""Nodes that a message names."""
+
 
 class UsedNode(NamedTuple):
     """A node of the job, and the number of its GPUs that the job uses."""
@@ -59,19 +62,24 @@ def _chosen_nodes(cluster: Cluster, options: JobOptions) -> tuple[Node, ...]:
     by_name = {node.name: node for node in cluster.nodes}
     unknown = [name for name in options.nodes if name not in by_name]
     if unknown:
-        raise PlanError(
-            "\n".join(
-                f"--nodes: {name!r} is not a node of cluster {cluster.name!r}"
-                f"{did_you_mean(name, list(by_name))}"
-                for name in unknown
-            )
-        )
+        raise PlanError(_unknown_nodes(unknown, cluster))
     return tuple(by_name[name] for name in dict.fromkeys(options.nodes))
 
 
+def _unknown_nodes(names: list[str], cluster: Cluster) -> str:
+    known = [node.name for node in cluster.nodes]
+    lines = [
+        f"--nodes: {name!r} is not a node of cluster {cluster.name!r}{did_you_mean(name, known)}"
+        for name in names[:MAX_NAMES]
+    ]
+    if len(names) > MAX_NAMES:
+        lines.append(f"--nodes: nor are {len(names) - MAX_NAMES} others")
+    return "\n".join(lines)
+
+
 def _described(nodes: tuple[Node, ...]) -> str:
-    names = ", ".join(node.name for node in nodes[:5])
-    more = f" and {len(nodes) - 5} more" if len(nodes) > 5 else ""
+    names = ", ".join(node.name for node in nodes[:MAX_NAMES])
+    more = f" and {len(nodes) - MAX_NAMES} more" if len(nodes) > MAX_NAMES else ""
     return f"the nodes {names}{more}"
 
 

@@ -220,6 +220,16 @@ def test_plan_refuses_what_the_cluster_does_not_have(
     assert words in str(caught.value)
 
 
+def test_many_unknown_nodes_are_a_short_message(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("nodes:\n  - {name: 'gpu[1-2000]', gpus: 1}\n")
+    with pytest.raises(PlanError) as caught:
+        plan_of(path, nodes="x[1-100000]")
+    message = str(caught.value)
+    assert len(message) < 5000
+    assert message.endswith("--nodes: nor are 99995 others")
+
+
 def test_shares_by_a_file_of_speeds(uneven: Path, tmp_path: Path) -> None:
     speeds = tmp_path / "speeds.yaml"
     speeds.write_text(
