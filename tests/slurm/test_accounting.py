@@ -1,4 +1,4 @@
-"""Job state with an accounting database: the shipped slurmdbd.conf on a live slurmdbd and MariaDB in the lab's folder."""
+"""Job state with an accounting database: the shipped slurmdbd.conf, a live slurmdbd and MariaDB."""
 
 import os
 import shutil
@@ -39,7 +39,10 @@ def wait(done: Callable[[], bool], log: Path) -> None:
 
 @pytest.fixture(scope="module")
 def accounting_lab(needs_lab: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """A lab whose slurmctld reports to a slurmdbd; all daemons in its controller's namespace, and end with it."""
+    """A lab whose slurmctld reports to a slurmdbd.
+
+    All daemons are in its controller's namespace, and end with it.
+    """
     missing = sorted(
         {
             package

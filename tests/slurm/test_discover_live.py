@@ -17,7 +17,13 @@ CLUSTER = """\
 name: trio
 nodes:
   - {name: gamma, gpus: {type: titan, count: 1}, cpus: 8, memory: 30G}
-  - {name: "node[9-10]", gpus: 2, cpus: 12, memory: 120G, sockets: 1, cores_per_socket: 6, threads_per_core: 2}
+  - name: "node[9-10]"
+    gpus: 2
+    cpus: 12
+    memory: 120G
+    sockets: 1
+    cores_per_socket: 6
+    threads_per_core: 2
   - name: alpha
     gpus: [{type: a100, count: 3}, {type: v100, count: 1}]
     cpus: 32
@@ -102,7 +108,8 @@ def test_the_command_and_submit_without_a_cluster_yaml(
 NVIDIA_SMI = """\
 #!/bin/sh
 case $(hostname):$1 in
-    alpha:*driver*) for n in 0 1 2; do echo "$n, 00000000:0$n:00.0, 40960, 535.1, NVIDIA A100-PCIE-40GB"; done ;;
+    alpha:*driver*)
+        for n in 0 1 2; do echo "$n, 00000000:0$n:00.0, 40960, 535.1, NVIDIA A100-PCIE-40GB"; done ;;
     gamma:*driver*) echo "0, 00000000:01:00.0, 12288, 535.1, NVIDIA TITAN V" ;;
     alpha:*) for n in 0 1 2; do echo "$n, 8.0"; done ;;
     *) echo "0, 7.0" ;;
@@ -116,7 +123,7 @@ def test_probe_the_generator_and_discover_agree(
     monkeypatch: pytest.MonkeyPatch,
     clean_environ: dict[str, str],
 ) -> None:
-    """Machines are probed, the file that comes of it is the configuration of a live Slurm, and that is discovered."""
+    """The probed file is made the configuration of a live Slurm, which is then discovered."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvidia-smi").write_text(NVIDIA_SMI)
     (tmp_path / "bin" / "nvidia-smi").chmod(0o755)

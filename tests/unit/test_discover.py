@@ -11,11 +11,15 @@ from ddp_slurm.slurm_client.records import read_nodes
 
 RECORDED = Path(__file__).parent / "scontrol"
 NODE = (
-    "NodeName=n1 Arch=x86_64 CoresPerSocket=1 CPUAlloc=0 CPUEfctv=8 CPUTot=8 AvailableFeatures=(null) "
-    "ActiveFeatures=(null) Gres=gpu:a100:4 NodeAddr=n1 NodeHostName=n1 Version=22.05.8 OS=Linux 6.1.0 #1 SMP @0 "
-    "RealMemory=30720 AllocMem=0 Sockets=8 Boards=1 State=IDLE ThreadsPerCore=1 Weight=1 Partitions=main CfgTRES=cpu=8"
+    "NodeName=n1 Arch=x86_64 CoresPerSocket=1 CPUAlloc=0 CPUEfctv=8 CPUTot=8 "
+    "AvailableFeatures=(null) ActiveFeatures=(null) Gres=gpu:a100:4 NodeAddr=n1 NodeHostName=n1 "
+    "Version=22.05.8 OS=Linux 6.1.0 #1 SMP @0 RealMemory=30720 AllocMem=0 Sockets=8 Boards=1 "
+    "State=IDLE ThreadsPerCore=1 Weight=1 Partitions=main CfgTRES=cpu=8"
 )
-PARTITION = "PartitionName=main AllowGroups=ALL Default=YES Nodes=n1 RootOnly=NO State=UP TotalCPUs=8 TotalNodes=1"
+PARTITION = (
+    "PartitionName=main AllowGroups=ALL Default=YES Nodes=n1 RootOnly=NO State=UP "
+    "TotalCPUs=8 TotalNodes=1"
+)
 
 
 def read(*changes: tuple[str, str], partitions: str = PARTITION) -> Discovered:
@@ -255,7 +259,7 @@ def test_discover_asks_scontrol(
 def test_slurm_that_does_not_answer(stub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stub(
         "scontrol",
-        "echo 'slurm_load_node error: Unable to contact slurm controller (connect failure)'; exit 1",
+        "echo 'error: Unable to contact slurm controller (connect failure)'; exit 1",
     )
     with pytest.raises(
         DiscoverError, match=r"scontrol show config: .*Unable to contact slurm controller"

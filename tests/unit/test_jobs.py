@@ -75,8 +75,8 @@ def test_status_lists_each_component(run: Run) -> None:
     ]
     assert "job 48 is FAILED (exit status 3, NonZeroExitCode) (source: scontrol)\n" in text
     assert (
-        f"repeat it: cd {run.directory} && ddp-slurm submit --backend sbatch --cluster {run.folder}/cluster.yaml"
-        in text
+        f"repeat it: cd {run.directory} && ddp-slurm submit --backend sbatch "
+        f"--cluster {run.folder}/cluster.yaml" in text
     )
 
 
@@ -249,7 +249,10 @@ def test_local_run_is_kept_like_a_slurm_job(
     uneven: Path, submit: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "rank.py").write_text(
-        "import os, sys; r = os.environ['SLURM_PROCID']; print('hello', r); sys.exit(3 * (r == '2'))"
+        "import os, sys\n"
+        "rank = os.environ['SLURM_PROCID']\n"
+        "print('hello', rank)\n"
+        "sys.exit(3 if rank == '2' else 0)\n"
     )
     done = submit("--backend", "local", "--gpus", "3", "--", "rank.py")
     assert done.returncode == 3

@@ -246,7 +246,8 @@ def test_log_and_folder(
 def test_plan_as_dict(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(
-        "name: lab\nnodes: [{name: 'n[1-2]', gpus: {type: a100, count: 2}, cpus: 8, memory: 30G, partition: big, "
+        "name: lab\nnodes: [{name: 'n[1-2]', gpus: {type: a100, count: 2}, "
+        "cpus: 8, memory: 30G, partition: big, "
         "constraint: nvlink, interface: eno1}]\n"
     )
     plan = plan_of(path, gpus="4", name="mine", launcher="torchrun", global_batch_size="10")

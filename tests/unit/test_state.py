@@ -134,7 +134,14 @@ def test_squeue_recorded(release: str) -> None:
 
 
 def test_squeue_lists_other_jobs_and_arrays_too() -> None:
-    text = "48+1|PENDING||ReqNodeNotAvail, UnavailableNodes:a|b\n48+0|PENDING||Priority\n7_[1-3]|PENDING||None\n9|RUNNING|n1|None\n10|PENDING||(null)\nwarning\n"
+    text = (
+        "48+1|PENDING||ReqNodeNotAvail, UnavailableNodes:a|b\n"
+        "48+0|PENDING||Priority\n"
+        "7_[1-3]|PENDING||None\n"
+        "9|RUNNING|n1|None\n"
+        "10|PENDING||(null)\n"
+        "warning\n"
+    )
     jobs = parse_squeue(text)
     assert list(jobs) == ["48", "9", "10"]
     assert jobs["10"] == [ComponentState("10", "PENDING")]
@@ -163,11 +170,13 @@ def test_overall_state(states: list[str], overall: str) -> None:
     ("states", "final"),
     [
         (
-            "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED TIMEOUT",
+            "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED "
+            "REVOKED TIMEOUT",
             True,
         ),
         (
-            "PENDING RUNNING SUSPENDED CONFIGURING COMPLETING REQUEUED REQUEUE_HOLD STOPPED RESIZING UNKNOWN",
+            "PENDING RUNNING SUSPENDED CONFIGURING COMPLETING REQUEUED REQUEUE_HOLD STOPPED "
+            "RESIZING UNKNOWN",
             False,
         ),
     ],
@@ -176,7 +185,15 @@ def test_after_which_words_nothing_follows(states: str, final: bool) -> None:
     assert {JobState("8", state, "squeue").is_final for state in states.split()} == {final}
 
 
-SACCT = "48+0|FAILED|3:0|gamma\n48+1|CANCELLED by 1000|0:15|alpha\n48+10|COMPLETED|0:0|None assigned\nbad|x\n48+1|x\n48_1|RUNNING|0:0|n1\n48+2|OUT_OF_MEMORY|0:125|b[1-2]\n"
+SACCT = """\
+48+0|FAILED|3:0|gamma
+48+1|CANCELLED by 1000|0:15|alpha
+48+10|COMPLETED|0:0|None assigned
+bad|x
+48+1|x
+48_1|RUNNING|0:0|n1
+48+2|OUT_OF_MEMORY|0:125|b[1-2]
+"""
 
 
 def test_sacct_where_there_is_one() -> None:
@@ -244,7 +261,7 @@ def test_what_was_seen_before_counts_more_than_the_marker() -> None:
     assert (state.state, state.source) == ("TIMEOUT", "last look")
 
 
-def test_forgotten_without_a_marker_has_failed_but_silence_has_not() -> None:
+def test_forgotten_job_has_failed_a_silent_slurm_is_unknown() -> None:
     forgotten = settle(read_state("48", ask=Slurm()))
     assert forgotten.state == "FAILED"
     assert "left no exit marker" in forgotten.describe()
