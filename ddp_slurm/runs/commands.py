@@ -13,7 +13,7 @@ from ddp_slurm.runs.log import GrowingLog, RankFilter
 from ddp_slurm.runs.process import end_launcher
 from ddp_slurm.runs.run_folder import JobError
 from ddp_slurm.slurm_client.commands import ask_slurm
-from ddp_slurm.slurm_client.states import FINAL_STATES, WAITING_STATES, ComponentState, JobState
+from ddp_slurm.slurm_client.states import FINAL_STATES, ComponentState, JobState
 
 
 def add_commands(commands: Commands) -> None:
@@ -120,7 +120,7 @@ def logs(
 
 
 def _why_no_log(job: Job, state: JobState) -> str:
-    if state.state in WAITING_STATES:
+    if state.is_waiting:
         return f"job {job.id} has not begun: {state.describe()}"
     return f"job {job.id} is {state.describe()}"
 

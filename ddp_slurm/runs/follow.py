@@ -7,7 +7,7 @@ from typing import TextIO
 from ddp_slurm.console import say
 from ddp_slurm.runs.job import Job
 from ddp_slurm.runs.log import GrowingLog
-from ddp_slurm.slurm_client.states import UNKNOWN, WAITING_STATES, JobState, Patience
+from ddp_slurm.slurm_client.states import UNKNOWN, JobState, Patience
 
 LOG_SECONDS = 0.2
 STATE_SECONDS = 2.0
@@ -44,7 +44,7 @@ def _follow_to_its_end(job: Job, out: TextIO, select: Select) -> JobState:
     log = None
     while True:
         state = watch.look()
-        if log is None and state.state not in WAITING_STATES and state.state != UNKNOWN:
+        if log is None and not state.is_waiting and state.state != UNKNOWN:
             log = GrowingLog(job.log(state))
         if log is not None:
             for text in log.new_text(ended=state.is_final):

@@ -127,7 +127,8 @@ _UNAVAILABLE = {
 """Node states and flags with which no new job starts (sinfo(1); node_state_string in Slurm's
 source). Not among them is what passes by itself, and what power saving does: Slurm boots the node
 for the job."""
-_POWER_SAVING = {"POWERED_DOWN", "POWERING_DOWN", "POWERING_UP", "POWER_UP"}
+_POWER_SAVING = {"POWER", "POWERED_DOWN", "POWERING_DOWN", "POWERING_UP", "POWER_UP"}
+"""``POWER`` is the word of Slurm 20.11."""
 
 
 def state_words(state: str) -> frozenset[str]:

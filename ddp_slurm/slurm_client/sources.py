@@ -5,14 +5,15 @@ it is sacct, where there is a slurmdbd, and what the job left in its run folder.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from ddp_slurm.ask import Answer, Ask
 from ddp_slurm.slurm_client.commands import ask_slurm
 from ddp_slurm.slurm_client.records import Record, read_records
-from ddp_slurm.slurm_client.states import UNKNOWN, ComponentState, JobState, job_of
+from ddp_slurm.slurm_client.states import UNKNOWN, ComponentState, JobState
+from ddp_slurm.slurm_client.whole_job import job_of
 
 SQUEUE_FORMAT = "%i|%T|%N|%r"
 SACCT_FIELDS = "JobID,State,ExitCode,NodeList"
@@ -124,11 +125,20 @@ def settle(state: JobState) -> JobState:
 
 
 def active_states(job_ids: Iterable[str], ask: Ask = ask_slurm) -> dict[str, JobState]:
-    """The jobs of these that have not ended, by one call of squeue for all."""
-    options = ["--noheader", f"--jobs={','.join(job_ids)}", f"--format={SQUEUE_FORMAT}"]
+    """The jobs of these that have not ended, by one call of squeue for all.
+
+    Of a heterogeneous job also the components that have ended: the others may wait for them.
+    """
+    options = [
+        "--noheader",
+        "--states=all",
+        f"--jobs={','.join(job_ids)}",
+        f"--format={SQUEUE_FORMAT}",
+    ]
     answer = ask(["squeue", *options])
     jobs = parse_squeue(answer.out) if answer.status == 0 else {}
-    return {leader: job_of(leader, components, "squeue") for leader, components in jobs.items()}
+    states = {leader: job_of(leader, components, "squeue") for leader, components in jobs.items()}
+    return {leader: state for leader, state in states.items() if not state.is_final}
 
 
 def parse_scontrol(text: str) -> JobState | None:
@@ -137,8 +147,23 @@ def parse_scontrol(text: str) -> JobState | None:
     if not records:
         return None
     components = [_component(record) for record in records]
+    leader = leader_of(components[0].job_id)
     log = next((record["StdOut"] for record in records if "StdOut" in record), None)
-    return job_of(leader_of(components[0].job_id), components, "scontrol", log)
+    return job_of(leader, components, "scontrol", log, _purged(leader, records))
+
+
+def _purged(leader: str, records: Sequence[Record]) -> list[str]:
+    """The components that Slurm no longer lists, by the ids in ``HetJobIdSet=48-50``."""
+    job_ids = records[0].get("HetJobIdSet", "")
+    if len(records) == 1 and records[0]["JobId"] != leader:
+        return []  # asked for one later component
+    listed = {record["JobId"] for record in records}
+    missing = []
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", job_ids):
+        for job_id in range(int(first), int(last or first) + 1):
+            if str(job_id) not in listed:
+                missing.append(f"{leader}+{job_id - int(leader)}")
+    return missing
 
 
 def _component(record: Record) -> ComponentState:

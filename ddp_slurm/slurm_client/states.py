@@ -1,7 +1,7 @@
 """The state of a job and of its components, whatever source knew it."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,9 +27,16 @@ WAITING_STATES = frozenset(
     {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 )
 UNKNOWN = "UNKNOWN"
+CANNOT_START = "CANNOT_START"
+"""The state of a job that waits in Slurm's queue for what will not happen."""
+HELD = "HELD"
+"""The state of a job that waits until somebody releases it."""
 SILENCE_SECONDS = 600
 """How long a program that waits for a job bears that Slurm does not respond: slurmctld may be
 restarted or moved meanwhile."""
+CANNOT_START_SECONDS = 120
+"""How long such a program waits for a job that cannot start. Shorter than the five minutes after
+which Slurm forgets that a component has ended."""
 
 
 class StateError(DdpSlurmError):
@@ -67,7 +74,7 @@ class JobState:
 
     job_id: str
     state: str
-    """One of Slurm's states, or UNKNOWN."""
+    """One of Slurm's states, UNKNOWN, CANNOT_START or HELD."""
     source: str
     """Which of the sources knew it."""
     components: tuple[ComponentState, ...] = ()
@@ -79,6 +86,10 @@ class JobState:
     @property
     def is_final(self) -> bool:
         return self.state in FINAL_STATES
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.state in WAITING_STATES or self.state in (CANNOT_START, HELD)
 
     @property
     def exit_status(self) -> int | None:
@@ -96,7 +107,7 @@ class JobState:
 
     def describe(self) -> str:
         """``FAILED (exit status 3, NonZeroExitCode)``."""
-        details = [self.reasons, self.note]
+        details = [": ".join(text for text in (self.reasons, self.note) if text)]
         if self.is_final and self.exit_status is not None:
             details.insert(0, f"exit status {self.exit_status}")
         text = ", ".join(detail for detail in details if detail)
@@ -119,45 +130,43 @@ class JobState:
         )
 
 
-def job_of(
-    job_id: str, components: Sequence[ComponentState], source: str, log: str | None = None
-) -> JobState:
-    """The job that these components make, in any order."""
-    in_order = tuple(sorted(components, key=lambda component: component.offset))
-    return JobState(job_id, overall_state(in_order), source, in_order, log=log)
-
-
-def overall_state(in_order: Sequence[ComponentState]) -> str:
-    """The job's state: it has ended when all its components have, and failed when one has.
-
-    Component 0 runs the job script, so its state is the first to count.
-    """
-    unfinished = [c.state for c in in_order if c.state not in FINAL_STATES]
-    if unfinished:
-        return unfinished[0]
-    return next((c.state for c in in_order if c.state != "COMPLETED"), "COMPLETED")
-
-
 class Patience:
-    """How long Slurm has not responded to a program that waits for a job."""
+    """How long a program waits for a job whose state is unknown, or that cannot start."""
 
     def __init__(
-        self, limit_seconds: float = SILENCE_SECONDS, clock: Callable[[], float] = time.monotonic
+        self, limit_seconds: float | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._limit_seconds = limit_seconds
         self._clock = clock
-        self._since: float | None = None
+        self._state = ""
+        self._since = 0.0
 
     def check(self, state: JobState) -> None:
-        """Raise StateError when a job has been UNKNOWN for too long; the job is left alone."""
-        if state.state != UNKNOWN:
-            self._since = None
-            return
-        if self._since is None:
+        """Raise StateError when the job is in such a state for too long; the job is left alone."""
+        if state.state != self._state:
+            self._state = state.state
             self._since = self._clock()
-        if self._clock() - self._since > self._limit_seconds:
-            raise StateError(
-                f"job {state.job_id}: Slurm has not responded for {self._limit_seconds:.0f} s "
-                f"({state.note}); the job may still run: "
-                f"ask again with ddp-slurm status {state.job_id}"
-            )
+        default = _PATIENCE_SECONDS.get(state.state)
+        if default is None:
+            return
+        limit = default if self._limit_seconds is None else self._limit_seconds
+        if self._clock() - self._since > limit:
+            raise StateError(_impatience(state, limit))
+
+
+_PATIENCE_SECONDS: dict[str, float] = {
+    UNKNOWN: SILENCE_SECONDS,
+    CANNOT_START: CANNOT_START_SECONDS,
+}
+
+
+def _impatience(state: JobState, limit_seconds: float) -> str:
+    if state.state == CANNOT_START:
+        return (
+            f"job {state.job_id} cannot start and is not waited for any longer: "
+            f"{state.reasons or 'no reason'}: {state.note}"
+        )
+    return (
+        f"job {state.job_id}: Slurm has not responded for {limit_seconds:.0f} s ({state.note}); "
+        f"the job may still run: ask again with ddp-slurm status {state.job_id}"
+    )

@@ -18,13 +18,8 @@ from ddp_slurm.slurm_client.sources import (
     read_state,
     settle,
 )
-from ddp_slurm.slurm_client.states import (
-    ComponentState,
-    JobState,
-    Patience,
-    StateError,
-    job_of,
-)
+from ddp_slurm.slurm_client.states import ComponentState, JobState, Patience, StateError
+from ddp_slurm.slurm_client.whole_job import job_of
 
 from .conftest import Stub
 
@@ -37,7 +32,7 @@ NOTHING = Answer(0, "", "")
 
 
 COMMANDS = {
-    "squeue": r"squeue --noheader --jobs=[0-9]+(,[0-9]+)* --format=%i\|%T\|%N\|%r",
+    "squeue": r"squeue --noheader --states=all --jobs=[0-9]+(,[0-9]+)* --format=%i\|%T\|%N\|%r",
     "scontrol": r"scontrol show job [0-9]+",
     "sacct": "sacct --allocations --noheader --parsable2 --jobs=[0-9]+ "
     "--format=JobID,State,ExitCode,NodeList",
@@ -158,12 +153,84 @@ def test_squeue_lists_other_jobs_and_arrays_too() -> None:
         (["RUNNING", "PENDING"], "RUNNING"),
         (["CANCELLED", "NODE_FAIL"], "CANCELLED"),
         (["COMPLETED", "NODE_FAIL"], "NODE_FAIL"),
-        (["PENDING", "CANCELLED"], "PENDING"),
+        (["PENDING", "CANCELLED"], "CANNOT_START"),
+        (["PENDING", "PENDING"], "PENDING"),
+        (["REQUEUE_HOLD", "REQUEUE_HOLD"], "HELD"),
     ],
 )
 def test_overall_state(states: list[str], overall: str) -> None:
     components = [ComponentState(f"8+{i}", state) for i, state in enumerate(states)]
     assert job_of("8", components[::-1], "squeue").state == overall
+
+
+@pytest.mark.parametrize(
+    ("reason", "state", "remedy"),
+    [
+        ("DependencyNeverSatisfied", "CANNOT_START", "submit again without it"),
+        ("BadConstraints", "CANNOT_START", "no node has what it asks for"),
+        ("PartitionNodeLimit", "CANNOT_START", "MaxNodes"),
+        ("PartitionTimeLimit", "CANNOT_START", "shorter --time"),
+        ("InvalidAccount", "CANNOT_START", "account or QOS"),
+        ("QOSMaxGRESPerJob", "CANNOT_START", "limit that holds for each job"),
+        ("AssocMaxCpuPerJobLimit", "CANNOT_START", "limit that holds for each job"),
+        ("AssocMaxWallDurationPerJobLimit", "CANNOT_START", "limit that holds for each job"),
+        ("QOSMinGRES", "CANNOT_START", "limit that holds for each job"),
+        ("JobHeldUser", "HELD", "scontrol release 48 lets it start"),
+        ("launch_failed_requeued_held", "HELD", "log of slurmd"),
+        ("launch failed requeued held", "HELD", "log of slurmd"),
+        ("JobHoldMaxRequeue", "HELD", "MaxBatchRequeue"),
+        ("job_requeued_in_held_state", "HELD", "scontrol release 48"),
+        ("Resources", "PENDING", ""),
+        ("QOSMaxJobsPerUserLimit", "PENDING", ""),
+        ("AssocGrpCpuLimit", "PENDING", ""),
+        ("ReqNodeNotAvail, UnavailableNodes:held", "PENDING", ""),
+        ("", "PENDING", ""),
+    ],
+)
+def test_job_that_cannot_start_is_not_pending(reason: str, state: str, remedy: str) -> None:
+    components = [
+        ComponentState("48+0", "PENDING"),
+        ComponentState("48+1", "PENDING", reason=reason),
+    ]
+    job = job_of("48", components, "scontrol")
+    assert (job.state, job.is_waiting, job.is_final) == (state, True, False)
+    assert remedy in job.note
+    assert bool(job.note) == bool(remedy)
+
+
+def test_job_waits_for_a_component_that_has_ended() -> None:
+    components = [
+        ComponentState("48+0", "PENDING", reason="BeginTime"),
+        ComponentState("48+1", "FAILED", reason="NonZeroExitCode"),
+    ]
+    job = job_of("48", components, "scontrol")
+    assert job.state == "CANNOT_START"
+    assert "48+1 is FAILED" in job.note
+    assert "scontrol requeue 48 starts all components again" in job.note
+    assert job_of("48", components[:1], "squeue", purged=["48+1"]).state == "CANNOT_START"
+    ending = [*components, ComponentState("48+2", "COMPLETING")]
+    assert job_of("48", ending, "scontrol").state == "PENDING"
+
+
+def test_component_that_slurm_has_forgotten_is_missed() -> None:
+    text = recorded("24.11", "running.scontrol").out.replace("JobState=RUNNING", "JobState=PENDING")
+    job = parse_scontrol(text)
+    assert job is not None
+    assert job.state == "PENDING"
+    first_record, second_record = text.split("\n\n")[:2]
+    job = parse_scontrol(first_record)
+    assert job is not None
+    assert job.state == "CANNOT_START"
+    assert f"{job.job_id}+1 has ended" in job.note
+    later_component = parse_scontrol(second_record)
+    assert later_component is not None
+    assert later_component.state == "PENDING"
+
+
+def test_active_states_see_a_component_that_has_ended() -> None:
+    text = "48+0|PENDING||Resources\n48+1|FAILED|b|NonZeroExitCode\n9|COMPLETED|a|None\n"
+    states = active_states(["48", "9"], Slurm(squeue=Answer(0, text, "")))
+    assert {job_id: state.state for job_id, state in states.items()} == {"48": "CANNOT_START"}
 
 
 @pytest.mark.parametrize(
@@ -300,22 +367,34 @@ def test_later_job_of_the_same_number_is_not_this_one() -> None:
 def test_patience_ends() -> None:
     times: list[float] = []
     patience = Patience(limit_seconds=60, clock=lambda: times[-1])
-    unknown, running = (
-        JobState("48", "UNKNOWN", "nobody", note="no route"),
-        JobState("48", "RUNNING", "squeue"),
-    )
-    for time, state in (
-        (0.0, unknown),
-        (59.0, unknown),
-        (61.0, running),
-        (62.0, unknown),
-        (121.0, unknown),
-    ):
+    unknown = JobState("48", "UNKNOWN", "none", note="no route")
+    running = JobState("48", "RUNNING", "squeue")
+    looks = [(0.0, unknown), (59.0, unknown), (61.0, running), (62.0, unknown), (121.0, unknown)]
+    for time, state in looks:
         times.append(time)
         patience.check(state)
     times.append(123.0)
     with pytest.raises(StateError, match=r"48: Slurm has not responded for 60 s \(no route\)"):
         patience.check(unknown)
+
+
+def test_patience_with_a_job_that_cannot_start() -> None:
+    times = [0.0]
+    patience = Patience(clock=lambda: times[-1])
+    component = ComponentState("48", "PENDING", reason="DependencyNeverSatisfied")
+    stuck = job_of("48", [component], "squeue")
+    patience.check(stuck)
+    times.append(100.0)
+    patience.check(stuck)
+    times.append(121.0)
+    with pytest.raises(
+        StateError, match=r"job 48 cannot start .*: DependencyNeverSatisfied: a job"
+    ):
+        patience.check(stuck)
+    held = job_of("48", [ComponentState("48", "PENDING", reason="JobHeldUser")], "squeue")
+    for time in (122.0, 100_000.0):
+        times.append(time)
+        patience.check(held)
 
 
 def test_ask_slurm_hides_the_users_formats(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
