@@ -19,8 +19,8 @@ LIFELINE_GRACE_SECONDS = 2 * STOP_GRACE_SECONDS
 """The other end of a lifeline needs its own grace and the way back."""
 HEARTBEAT_SECONDS = 5
 POLL_SECONDS = 0.05
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""Those that stop all processes."""
+STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
+"""Those that stop all processes: the terminal is closed, Ctrl-C, Ctrl-\\, kill."""
 
 PR_SET_PDEATHSIG = 1
 
@@ -80,7 +80,7 @@ class _Run:
         """The exit status of the first that failed."""
 
     async def run(self, processes: Sequence[Process]) -> Ending:
-        for number in STOP_SIGNALS:
+        for number in _handled_signals():
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         watchers: list[asyncio.Task[None]] = []
         try:
@@ -93,6 +93,9 @@ class _Run:
             await self._stop_running()
             await asyncio.gather(*watchers)
         if self.interrupt is not None:
+            # The loop ends and with it the handlers. A terminal that closes may send SIGHUP twice,
+            # and the caller has still to write down how the run ended.
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
             return Ending(128 + self.interrupt, interrupted=True)
         return Ending(self.failure, interrupted=False)
 
@@ -128,6 +131,16 @@ class _Run:
         if running:
             _report(f"stopping {counted(len(running), self.noun)}")
             await _stop(running)
+
+
+def _handled_signals() -> list[signal.Signals]:
+    """STOP_SIGNALS without those that are ignored on purpose: SIGHUP by nohup."""
+    always = (signal.SIGINT, signal.SIGTERM)  # a shell without job control ignores SIGINT
+    return [
+        number
+        for number in STOP_SIGNALS
+        if number in always or signal.getsignal(number) is not signal.SIG_IGN
+    ]
 
 
 def _report(message: str) -> None:

@@ -5,12 +5,9 @@ import signal
 import socket
 from pathlib import Path
 
-from ddp_slurm.runs.run_folder import JobError, Run
+from ddp_slurm.runs.run_folder import STOPPED_BY_A_SIGNAL, JobError, Run
 from ddp_slurm.slurm_client.sources import parse_exit_marker
 from ddp_slurm.slurm_client.states import UNKNOWN, ComponentState, JobState
-
-STOPPED_BY_A_SIGNAL = (130, 143)
-"""Exit statuses of a launcher that ended by SIGINT or SIGTERM."""
 
 
 def process_start(pid: int) -> int | None:

@@ -22,6 +22,8 @@ from ddp_slurm.slurm_client.states import JobState
 
 RECORD = "run.json"
 EXIT_MARKER = "exit"
+STOPPED_BY_A_SIGNAL = (129, 130, 131, 143)
+"""Exit statuses of a launcher that ended by SIGHUP, SIGINT, SIGQUIT or SIGTERM."""
 LAST_LOOK = "state.json"
 
 
@@ -78,7 +80,7 @@ class Run:
 
     def leave_exit_marker(self, status: int) -> None:
         """For backends that stay in the terminal; under Slurm the job script does it."""
-        terminated = "yes" if status in (130, 143) else "no"
+        terminated = "yes" if status in STOPPED_BY_A_SIGNAL else "no"
         lines = [
             f"status={status}",
             f"terminated={terminated}",

@@ -1,11 +1,14 @@
 """The local backend: the planned ranks as processes of this machine."""
 
+import fcntl
+import functools
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -342,7 +345,13 @@ def test_a_rank_that_has_ended_well_does_not_hide_a_failure(
 
 @pytest.mark.parametrize(
     ("number", "status"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)],
+    [
+        (signal.SIGHUP, 129),
+        (signal.SIGINT, 130),
+        (signal.SIGQUIT, 131),
+        (signal.SIGTERM, 143),
+        (signal.SIGKILL, -signal.SIGKILL),
+    ],
 )
 def test_interrupted_nothing_is_left(
     uneven: Path, tmp_path: Path, child_folder: Path, number: signal.Signals, status: int
@@ -363,6 +372,50 @@ def test_interrupted_nothing_is_left(
         launcher.send_signal(number)
         assert launcher.wait(timeout=30) == status
         launcher.stdout.read()  # ends when the last rank has closed it
+
+
+def test_a_closed_terminal_stops_all_and_is_recorded(
+    uneven: Path, tmp_path: Path, child_folder: Path
+) -> None:
+    (tmp_path / "stay.py").write_text(STAY)
+    command = [sys.executable, "-m", "ddp_slurm.submit", "--backend", "local", "--", "stay.py"]
+    controller, terminal = os.openpty()
+
+    def take_terminal() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+        preexec_fn=take_terminal,
+    ) as launcher:
+        os.close(terminal)
+        with os.fdopen(controller, "rb", buffering=0) as screen:
+            shown = b""
+            while shown.count(b"up\r\n") < 7:
+                shown += screen.read(4096)
+        assert launcher.wait(timeout=30) == 129  # closing the terminal sent SIGHUP
+    (marker,) = tmp_path.glob("ddp_slurm_runs/*/exit")
+    assert marker.read_text().startswith("status=129\nterminated=yes\n")
+    assert "stopping 7 ranks" in (marker.parent / "log").read_text()
+
+
+def test_a_run_under_nohup_goes_on_after_sighup(uneven: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "go")
+    (tmp_path / "rank.py").write_text("print('up', flush=True); open('go').read()")
+    command = [sys.executable, "-m", "ddp_slurm.submit", "--backend", "local"]
+    command += ["--gpus", "1", "--", "rank.py"]
+    ignore = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
+    with running(command, cwd=tmp_path, preexec_fn=ignore) as launcher:
+        assert launcher.stdout is not None
+        assert any("up" in line for line in launcher.stdout)
+        launcher.send_signal(signal.SIGHUP)
+        (tmp_path / "go").open("w").close()
+        assert launcher.wait(timeout=30) == 0
 
 
 TALKS = "for i in range(30_000): print(i, flush=i < 100)"
