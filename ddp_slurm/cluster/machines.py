@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from ddp_slurm.cluster.gpus import GpuModel, gpu_models, gres_text
-from ddp_slurm.errors import DdpSlurmError
-from ddp_slurm.hostlist import HostlistError, expand_hostlist
+from ddp_slurm.errors import DdpSlurmError, quoted
+from ddp_slurm.hostlist import MAX_HOSTS, HostlistError, expand_hostlist
 from ddp_slurm.schema import fields
 from ddp_slurm.schema.schema import (
     Error,
@@ -86,7 +86,8 @@ class Node(NamedTuple):
         Key(fields.word, "RELEASE", "such as ubuntu-22.04; cluster configs and doctor use it"),
     ] = None
     features: Annotated[
-        tuple[str, ...], Key(tuple_of(fields.word), "[WORD, ...]", "Slurm's features of the node")
+        tuple[str, ...],
+        Key(tuple_of(fields.feature), "[FEATURE, ...]", "Slurm's features of the node"),
     ] = ()
     partition: Annotated[str | None, Key(fields.word, "NAME", "Slurm's partition")] = None
     constraint: Annotated[
@@ -138,8 +139,23 @@ class NodeEntry(NamedTuple):
 
 def _node_entries(value: Any) -> tuple[NodeEntry, ...]:
     if isinstance(value, str) and value:
-        raise ValueError(f"expected a list of machines, got {value!r}; write '- name: {value}'")
-    return tuple_of(NodeEntry.read)(value)
+        raise ValueError(
+            f"expected a list of machines, got {quoted(value)}; write each as '- name: NAME'"
+        )
+    hosts = 0
+
+    def read_entry(item: Any) -> NodeEntry:
+        nonlocal hosts
+        if hosts > MAX_HOSTS:  # reading more lists would take minutes and fill the memory
+            raise ValueError(f"not read: the items before it name more than {MAX_HOSTS} hosts")
+        entry = NodeEntry.read(item)
+        hosts += len(entry.hosts)
+        return entry
+
+    entries = tuple_of(read_entry)(value)
+    if hosts > MAX_HOSTS:
+        raise ValueError(f"more than {MAX_HOSTS} hosts")
+    return entries
 
 
 @dataclass(frozen=True, init=False)
@@ -188,11 +204,18 @@ def _errors(checked: ClusterFile, nodes: Sequence[Node], file: YamlFile) -> Iter
     """What is wrong between the items of a file whose items are valid."""
     entry_of: dict[str, int] = {}
     for index, entry in enumerate(checked.nodes):
+        duplicates = []
         for name in entry.hosts:
             if name in entry_of:
-                line = file.lines["nodes", entry_of[name], "name"]
-                yield ("nodes", index, "name"), f"duplicate node {name!r}, first on line {line}"
-            entry_of.setdefault(name, index)
+                duplicates.append(name)
+            else:
+                entry_of[name] = index
+        if duplicates:
+            line = file.lines["nodes", entry_of[duplicates[0]], "name"]
+            problem = f"duplicate node {duplicates[0]!r}, first on line {line}"
+            if len(duplicates) > 1:
+                problem += f", and {len(duplicates) - 1} more"
+            yield ("nodes", index, "name"), problem
         if entry.first.interface == "lo" and len(nodes) > 1:
             problem = "'lo' does not reach other nodes; give the name of a real interface"
             yield ("nodes", index, "interface"), problem

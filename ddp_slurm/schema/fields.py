@@ -197,10 +197,16 @@ interface_name = _matching(
     r"[A-Za-z0-9_][A-Za-z0-9_.@:-]{0,14}",
     "a network interface's name, such as eno1",
 )
-constraint = _matching(
-    r"[A-Za-z0-9_.+&|,!*()\[\]-]+",
-    "a constraint in Slurm's syntax, such as volta&nvlink",
+feature = _matching(
+    r"[A-Za-z0-9_][A-Za-z0-9_.:=+@/%~-]*",
+    "a feature of a node; letters, digits and _ . : = + @ / % ~ - are accepted",
 )
+constraint = _matching(
+    r"[A-Za-z0-9_.:=+@/%~;#&|,!*(){}\[\]-]+",
+    "a constraint in Slurm's syntax, such as volta&nvlink or GPU_MEM:80GB",
+)
+"""An expression of features. Slurm accepts more characters in a feature than ``feature`` does, and
+slurm.conf would read ``#`` as a comment."""
 user_name = _matching(r"[A-Za-z_][A-Za-z0-9_.-]*", "a user's name")
 time_limit = _matching(
     r"[0-9]{1,9}(:[0-9]{1,2}){0,2}|[0-9]{1,9}-[0-9]{1,2}(:[0-9]{1,2}){0,2}|UNLIMITED|INFINITE",

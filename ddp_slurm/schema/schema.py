@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, TypeVar, overload
 
-from ddp_slurm.errors import did_you_mean, quoted
+from ddp_slurm.errors import MAX_QUOTED, did_you_mean, quoted
 
 KeyPath = tuple[str | int, ...]
 Error = tuple[KeyPath, str]
@@ -38,7 +38,8 @@ def error_text(path: KeyPath, message: str) -> str:
             text += f"[{part}]"
         else:
             dot = "." if text else ""
-            text += dot + (part or repr(part))
+            is_plain = part.isprintable() and 0 < len(part) <= MAX_QUOTED
+            text += dot + (part if is_plain else quoted(part))
     return f"{text}: {message}" if text else message
 
 

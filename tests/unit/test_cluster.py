@@ -1,10 +1,16 @@
 """cluster.yaml: what is read, and what is refused with which message."""
 
+import re
+import shlex
+import time
 from pathlib import Path
 
 import pytest
 
 from ddp_slurm.cluster import Cluster, ClusterError
+from ddp_slurm.job.options import JobOptions
+from ddp_slurm.plan import make_plan
+from ddp_slurm.render import render_sbatch
 
 
 def load(tmp_path: Path, text: str | bytes) -> Cluster:
@@ -174,7 +180,7 @@ BAD = {
     ),
     "nodes in one word": (
         "nodes: gpu[01-04]\n",
-        "expected a list of machines, got 'gpu[01-04]'; write '- name: gpu[01-04]'",
+        "expected a list of machines, got 'gpu[01-04]'; write each as '- name: NAME'",
     ),
     "merge keys": (
         "nodes:\n  - &a {name: a, gpus: 1}\n  - {<<: *a, name: b}\n",
@@ -250,6 +256,63 @@ def test_all_errors_are_reported_in_the_order_of_lines(tmp_path: Path) -> None:
         ["cluster.yaml:5", "nodes[0].memory"],
         ["cluster.yaml:6", "nodes[0].cpus"],
     ]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "  - {name: n, gpus: 1, cpus: many}\n",
+        "  - {name: n, gpus: 1, cp%d: 8}\n",
+        "  - {name: n, gpus: 1, env: {A B%d: x}}\n",
+        "  - {name: dup, gpus: 1}\n",
+    ],
+)
+def test_of_many_errors_the_first_are_shown_and_counted(tmp_path: Path, entry: str) -> None:
+    count = 2_000
+    found = errors(
+        tmp_path, "nodes:\n" + "".join(entry.replace("%d", str(n)) for n in range(count))
+    )
+    assert len(found) == 51
+    assert sum(len(line) for line in found) < 20_000
+    assert found[0].startswith(("cluster.yaml:2: nodes[0]", "cluster.yaml:3: nodes[1]"))
+    expected = count - 50 - ("dup" in entry)
+    assert found[-1] == f"cluster.yaml: {expected} more errors"
+
+
+def test_a_long_value_is_shown_in_part(tmp_path: Path) -> None:
+    (found,) = errors(tmp_path, NODE + f"    cpus: {'x' * 1_000_000}\n")
+    assert len(found) < 1000
+    assert "xxx... (1000002 characters) is not a whole number" in found
+    (found,) = errors(tmp_path, NODE + f'    ? "{"k" * 1000}\\e[31m"\n    : 8\n')
+    assert len(found) < 1000
+    assert "\x1b" not in found
+
+
+def test_host_lists_together_have_one_limit(tmp_path: Path) -> None:
+    items = "".join(f"  - {{name: 'n{i}x[0-999999]', gpus: 1}}\n" for i in range(50))
+    started = time.monotonic()
+    found = errors(tmp_path, f"nodes:\n{items}")
+    assert "nodes[2]: not read: the items before it name more than 1000000 hosts" in found[0]
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize(
+    "text", ["GPU_MEM:80GB", "GPU_MEM:80GB&a=b", "[x/y|p%q]*2", "{GPU:a|GPU:b}", "!old,new~1"]
+)
+def test_features_as_slurm_takes_them(tmp_path: Path, text: str) -> None:
+    cluster = load(tmp_path, NODE + f"    constraint: '{text}'\n    features: [GPU:80GB, a=b]\n")
+    assert cluster.nodes[0].constraint == text
+    assert cluster.nodes[0].features == ("GPU:80GB", "a=b")
+    script = render_sbatch(make_plan(cluster, JobOptions.read({"command": ["x"]})))
+    (directive,) = re.findall("#SBATCH --constraint=(.*)", script)
+    assert shlex.split(directive) == [text]
+
+
+@pytest.mark.parametrize("text", ["a b", "$(id)", "a`id`", 'a"b', "a'b", "a\\b", "a$b", ""])
+def test_a_constraint_that_could_be_more_than_one_word(tmp_path: Path, text: str) -> None:
+    quoted = text.replace("'", "''")
+    found = errors(tmp_path, NODE + f"    constraint: '{quoted}'\n")
+    assert "a constraint in Slurm's syntax" in found[0]
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
