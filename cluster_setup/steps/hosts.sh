@@ -3,7 +3,10 @@
 
 wanted_hosts() { printf '%s\n' "$NODES" | while read -r name address; do printf '%s %s\n' "$address" "$name"; done; }
 
-short_name() { uname -n | cut -d. -f1; }
+full_name() { uname -n; }
+
+# slurmd looks in slurm.conf for the name before the first dot, then for all of it.
+is_named() { [ "$(full_name)" = "$NODE" ] || [ "$(full_name | cut -d. -f1)" = "$NODE" ]; }
 
 # Ubuntu gives a machine's own name to 127.0.1.1, where no other rank can reach it.
 own_loopback() { grep -Eq "^127\.[0-9.]+[[:space:]]+(.*[[:space:]])?$NODE([[:space:]].*)?$" /etc/hosts 2>/dev/null; }
@@ -24,8 +27,8 @@ say_other_addresses() {
 check() {
     missing=0
     say_other_addresses
-    if [ "$(short_name)" != "$NODE" ]; then
-        say "the host name is $(short_name), not $NODE"
+    if ! is_named; then
+        say "the host name is $(full_name), not $NODE"
         missing=1
     fi
     if [ "$(block_of /etc/hosts)" != "$(wanted_hosts)" ]; then
@@ -40,7 +43,7 @@ check() {
 }
 
 apply() {
-    if [ "$(short_name)" != "$NODE" ]; then
+    if ! is_named; then
         if has_systemd; then
             hostnamectl set-hostname "$NODE"
         else

@@ -8,6 +8,7 @@ node_states() { sinfo -h -N -o '%N|%T|%u|%E' | sort -u; }
 unready() {
     node_states | while IFS='|' read -r name state user reason; do
         case $state in
+        *power*) ;; # power saving: Slurm switches the node on for a job
         *drain* | *down* | *fail* | *unk* | *'*' | *'#')
             case $user in
             slurm* | Unknown* | '') printf '%s|%s|%s\n' "$name" "$state" "$reason" ;;

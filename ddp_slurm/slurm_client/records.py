@@ -148,9 +148,14 @@ def unavailable_words(state: str) -> frozenset[str]:
     """
     words = state_words(state)
     unavailable = words & _UNAVAILABLE
-    if words & _POWER_SAVING:
+    if is_switched_off(state):
         unavailable -= {"NOT_RESPONDING", "NO_RESPOND"}
     return unavailable
+
+
+def is_switched_off(state: str) -> bool:
+    """Whether power saving has switched a node off, or is switching it off or on."""
+    return bool(state_words(state) & _POWER_SAVING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +167,8 @@ class NodeRecord:
     version: str | None
     """The release of its slurmd."""
     address: str | None
+    host_name: str | None
+    """NodeHostName: what slurmd finds as the machine's host name; mostly the node's name."""
     reason: str
     reason_by: str
     """The user who set the reason; ``slurm`` is the daemon's own."""
@@ -197,6 +204,7 @@ def _node(record: Record) -> NodeRecord:
         state=record.get("State", "UNKNOWN"),
         version=record.get("Version"),
         address=record.get("NodeAddr"),
+        host_name=record.get("NodeHostName"),
         reason=reason,
         reason_by=reason_by,
         cpus=cpus,

@@ -355,11 +355,30 @@ def test_hosts_step_reports_another_address(tmp_path: Path) -> None:
     )
     step = (STEPS_FOLDER / "hosts.sh").read_text().replace("/etc/hosts", '"$F"')
     done = run_shell(
-        f"NODES='a 10.0.0.1\nb 10.0.0.2'\n{step}\nshort_name() {{ echo a; }}", tmp_path, "yes"
+        f"NODES='a 10.0.0.1\nb 10.0.0.2'\n{step}\nfull_name() {{ echo a; }}", tmp_path, "yes"
     )
     message = "another line that gives a the address 10.0.0.9, not 10.0.0.1\nresult ok\n"
     assert message in done.stdout
     assert done.stdout.count("say ") == 1
+
+
+@pytest.mark.parametrize(
+    ("node", "host_name", "matches"),
+    [
+        ("a", "a", True),
+        ("a", "a.lab.org", True),
+        ("a.lab.org", "a.lab.org", True),
+        ("a.lab.org", "b.lab.org", False),
+    ],
+)
+def test_hosts_step_compares_short_and_full_names(
+    tmp_path: Path, node: str, host_name: str, matches: bool
+) -> None:
+    (tmp_path / "f").write_text(f"# begin of ddp-slurm\n10.0.0.1 {node}\n# end of ddp-slurm\n")
+    step = (STEPS_FOLDER / "hosts.sh").read_text().replace("/etc/hosts", '"$F"')
+    body = f"NODE={node}\nNODES='{node} 10.0.0.1'\n{step}\nfull_name() {{ echo {host_name}; }}"
+    result = "ok" if matches else "would-change"
+    assert run_shell(body, tmp_path, "yes").stdout.splitlines()[-1] == f"result {result}"
 
 
 def test_users_step_accepts_another_group_id(tmp_path: Path) -> None:

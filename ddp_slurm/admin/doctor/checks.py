@@ -3,7 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 
-from ddp_slurm.admin.doctor import checks_machine, checks_slurm, checks_training, checks_users
+from ddp_slurm.admin.doctor import (
+    checks_machine,
+    checks_munge,
+    checks_slurm,
+    checks_training,
+    checks_users,
+)
 from ddp_slurm.admin.doctor.finding import Finding, Findings, Severity
 from ddp_slurm.admin.doctor.snapshot import Snapshot
 from ddp_slurm.console import table as aligned
@@ -15,7 +21,7 @@ CHECKS: Mapping[str, Callable[[Snapshot], Findings]] = {
     "firewall": checks_slurm.firewall,
     "clock": checks_machine.clock,
     "users": checks_users.users,
-    "munge key": checks_slurm.munge_key,
+    "munge key": checks_munge.munge_key,
     "Slurm release": checks_slurm.release,
     "cgroup plugin": checks_slurm.cgroup,
     "slurmctld": checks_slurm.controller,
@@ -25,6 +31,7 @@ CHECKS: Mapping[str, Callable[[Snapshot], Findings]] = {
     "GPU count": checks_machine.gpu_count,
     "node states": checks_slurm.node_states,
     "torch": checks_training.importable,
+    "torch's CUDA": checks_training.cuda,
     "versions": checks_training.versions,
     "driver branch": checks_training.driver_branch,
     "cards served": checks_training.served_cards,

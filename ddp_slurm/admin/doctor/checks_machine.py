@@ -171,16 +171,20 @@ def clock(snapshot: Snapshot) -> Findings:
 
 
 def host_name(snapshot: Snapshot) -> Findings:
-    """A node's host name is its name in slurm.conf.
+    """A node's host name is what slurmd looks for in slurm.conf: NodeHostName, mostly NodeName.
 
     Otherwise slurmd stops: "Unable to determine this slurmd's NodeName".
     """
     for name, facts in snapshot.facts.items():
-        if facts.host and facts.host != name:
+        record = snapshot.slurm_nodes.get(name)
+        expected = (record and record.host_name) or name
+        found = facts.first("hostname") or expected
+        # slurmd tries the short name, the full one and aliases
+        if not {found, facts.host} & {expected, expected.split(".")[0]}:
             yield error(
                 name,
                 f"the machine's host name is {facts.host!r}, which is not in slurm.conf",
-                f"on it: hostnamectl set-hostname {name}, then restart slurmd",
+                f"on it: hostnamectl set-hostname {expected}, then restart slurmd",
             )
 
 

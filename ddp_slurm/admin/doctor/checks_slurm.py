@@ -1,7 +1,5 @@
 """Checks of Slurm itself: its daemons, its release, its configuration, its messages."""
 
-import re
-
 from ddp_slurm.admin.doctor.finding import (
     Finding,
     Findings,
@@ -21,7 +19,7 @@ from ddp_slurm.admin.doctor.snapshot import (
 )
 from ddp_slurm.admin.facts import Facts
 from ddp_slurm.admin.slurm_releases import RELEASES
-from ddp_slurm.slurm_client.records import NodeRecord, unavailable_words
+from ddp_slurm.slurm_client.records import NodeRecord, is_switched_off, unavailable_words
 
 INSTALL = "ddp-slurm cluster install"
 SAME_CONFIGURATION = f"{INSTALL} --step slurmctld --step slurmd; nodes need no copy of their own"
@@ -33,8 +31,12 @@ _PORT_USERS = {
 
 
 def reachable(snapshot: Snapshot) -> Findings:
-    """Every node responds."""
+    """Every node responds that power saving has not switched off."""
     for name, cause in snapshot.unreachable.items():
+        record = snapshot.slurm_nodes.get(name)
+        if record and is_switched_off(record.state):
+            yield skipped(f"switched off by Slurm's power saving: {record.state}", name)
+            continue
         fix = "start it, or correct address and ssh in cluster.yaml"
         yield error(name, cause.removeprefix(f"{name}: "), fix)
 
@@ -61,35 +63,19 @@ def controller(snapshot: Snapshot) -> Findings:
         yield error(without_response, f"slurmctld does not respond: {ping}", fix)
 
 
-_REASONS = (
-    (
-        "Low RealMemory",
-        "slurm.conf claims more memory than there is: ddp-slurm cluster probe, then install",
-    ),
-    (
-        "Low socket",
-        "slurm.conf claims more cores than there are: ddp-slurm cluster probe, then install",
-    ),
-    (
-        "gres/gpu count",
-        "fewer GPUs than slurm.conf says: look at nvidia-smi, then ddp-slurm cluster probe and install",
-    ),
-    (
-        "Not responding",
-        "is the machine up, does slurmd run, do the ports pass? then: scontrol update state=resume",
-    ),
-    (
-        "hung",
-        "a process does not end, often in the GPU driver: restart the machine, then resume the node",
-    ),
-    (
-        "Kill task failed",
-        "a process does not end, often in the GPU driver: restart the machine, then resume the node",
-    ),
-    ("Prolog error", "the prolog failed: slurmd.log on the node says why"),
-)
-
-
+_PROBE = "ddp-slurm cluster probe, then install"
+_HANGING = "a process does not end, often in the GPU driver: restart the machine, resume the node"
+_FIX_OF_REASON = {
+    "Low RealMemory": f"slurm.conf has more memory than the machine: {_PROBE}",
+    "Low socket": f"slurm.conf has more cores than the machine: {_PROBE}",
+    "gres/gpu count": f"fewer GPUs than in slurm.conf: look at nvidia-smi, then {_PROBE}",
+    "Not responding": "is the machine up, does slurmd run, are the ports open? then: scontrol "
+    "update state=resume",
+    "hung": _HANGING,
+    "Kill task failed": _HANGING,
+    "Prolog error": "the prolog failed: slurmd.log on the node has the cause",
+}
+"""By a part of the reason that Slurm gives for a node's state."""
 _MAINTENANCE = {"MAINT", "MAINTENANCE"}
 
 
@@ -113,7 +99,8 @@ def node_states(snapshot: Snapshot) -> Findings:
 
 def _unavailable(record: NodeRecord) -> Finding:
     """An error where Slurm set the reason, a warning where an admin did."""
-    known = next((fix for text, fix in _REASONS if text in record.reason), None)
+    fixes = [fix for text, fix in _FIX_OF_REASON.items() if text in record.reason]
+    known = fixes[0] if fixes else None
     is_of_slurm = known or record.reason_by == "slurm" or not record.reason
     reason = record.reason or "Slurm gives no reason"
     if record.reason_by:
@@ -172,42 +159,6 @@ def cgroup(snapshot: Snapshot) -> Findings:
                 "install Slurm 22.05 or later, built with the dbus headers; do not go back to v1 "
                 "in the boot loader",
             )
-
-
-def munge_key(snapshot: Snapshot) -> Findings:
-    """A credential of one node is accepted by all others, and only munge can read the key."""
-    if snapshot.credential_from is None:
-        installed = [name for name, facts in snapshot.facts.items() if facts.first("munged")]
-        if installed:
-            yield error(installed, "munged does not respond on any node", f"{INSTALL} --step munge")
-        else:
-            yield skipped("munge is installed on no node")
-    for name, facts in snapshot.facts.items():
-        finding = _credential_finding(snapshot, name, facts)
-        if finding:
-            yield finding
-        key = facts.first("munge_key")
-        mode = key.split()[0] if key else "400"
-        if int(mode, 8) & 0o077:
-            cause = f"/etc/munge/munge.key has mode {mode}: others can read it"
-            yield error(name, cause, f"{INSTALL} --step munge")
-
-
-def _credential_finding(snapshot: Snapshot, name: str, facts: Facts) -> Finding | None:
-    """Whether the node decodes the credential of ``snapshot.credential_from``."""
-    block = facts.block("unmunge")
-    text = block.text if block else "Failed to access"
-    if "Failed to access" in text:
-        if snapshot.credential_from is None:
-            return None
-        return error(name, "munged is not running", f"{INSTALL} --step munge --node {name}")
-    if "Invalid credential" in text:
-        cause = f"another munge key than {snapshot.credential_from}: Invalid credential"
-        return error(name, cause, f"{INSTALL} --step munge; munged reads its key at start only")
-    is_clock = re.search(r"Expired|Rewound|Replayed", text)  # the check "clock" reports these
-    if block and block.status and not is_clock:
-        return error(name, f"munge: {_last_line(text)}", f"{INSTALL} --step munge")
-    return None
 
 
 def configuration(snapshot: Snapshot) -> Findings:

@@ -8,6 +8,15 @@ from ddp_slurm.admin.doctor.snapshot import Snapshot
 from ddp_slurm.admin.facts import Facts
 
 OLDEST_GLIBC_OF_TORCH_2_7 = (2, 28)
+OLDEST_DRIVER_OF_CUDA = {"11": 450, "12": 525, "13": 580}
+"""Driver branch by CUDA's major release.
+
+Source: NVIDIA, CUDA Compatibility, section "Minor Version Compatibility".
+"""
+OLDER_CUDA = (
+    "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126 "
+    "(driver 525 and later), on all nodes"
+)
 SAME_ENVIRONMENT = "the same environment on all nodes (see the guide)"
 _COMPARED = {
     "python": "Python",
@@ -38,6 +47,35 @@ def importable(snapshot: Snapshot) -> Findings:
         else:
             fix = "install it there too: the same environment on all nodes"
             yield error(names, cause, fix)
+
+
+def cuda(snapshot: Snapshot) -> Findings:
+    """torch is built for GPUs, and for a CUDA that the driver supports."""
+    for_cpus = []
+    too_new: dict[str, list[str]] = {}
+    for name, facts in _with_gpus(snapshot).items():
+        version = facts.training.get("cuda", "")
+        drivers = [gpu.driver for gpu in facts.gpus if gpu.vendor == "nvidia"]
+        if version == "none":
+            for_cpus.append(name)
+        elif drivers and not _supports(drivers[0], version):
+            oldest = OLDEST_DRIVER_OF_CUDA[_major(version)]
+            cause = f"CUDA {version} needs driver {oldest} or later, {drivers[0]} is installed"
+            too_new.setdefault(cause, []).append(name)
+    for cause, names in too_new.items():
+        yield error(names, f"torch's {cause}", f"a newer driver, or an older CUDA: {OLDER_CUDA}")
+    if for_cpus:
+        yield error(for_cpus, f"{snapshot.python} has a torch for CPUs only", OLDER_CUDA)
+
+
+def _supports(driver: str, cuda_version: str) -> bool:
+    branch = _major(driver)
+    oldest = OLDEST_DRIVER_OF_CUDA.get(_major(cuda_version))
+    return oldest is None or not branch.isdigit() or int(branch) >= oldest
+
+
+def _major(version: str) -> str:
+    return version.split(".")[0]
 
 
 def versions(snapshot: Snapshot) -> Findings:

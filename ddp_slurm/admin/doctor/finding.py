@@ -38,9 +38,9 @@ def warning(nodes: str | Collection[str], cause: str, fix: str) -> Finding:
     return Finding(Severity.WARNING, _names(nodes), cause, fix)
 
 
-def skipped(cause: str) -> Finding:
-    """The check could not run."""
-    return Finding(Severity.SKIPPED, (), cause)
+def skipped(cause: str, nodes: str | Collection[str] = ()) -> Finding:
+    """The check could not run, on these nodes or at all."""
+    return Finding(Severity.SKIPPED, _names(nodes), cause)
 
 
 def _names(nodes: str | Collection[str]) -> tuple[str, ...]:
