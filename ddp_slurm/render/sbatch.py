@@ -1,5 +1,6 @@
 """A plan as the text of a job. Pure: the same plan gives the same bytes."""
 
+from itertools import accumulate
 from pathlib import Path
 
 from ddp_slurm import job_env
@@ -32,7 +33,7 @@ def render_sbatch(plan: Plan, runs_folder: Path | None = None) -> str:
     if options.launcher == "torchrun":
         template, launcher_values = "job_torchrun.sbatch.j2", _torchrun_values(plan)
     else:
-        template, launcher_values = "job_srun.sbatch.j2", {}
+        template, launcher_values = "job_srun.sbatch.j2", _srun_values(plan)
     segments: list[Segment] = segments_of(plan)
     return render_template(
         template,
@@ -53,6 +54,12 @@ def render_sbatch(plan: Plan, runs_folder: Path | None = None) -> str:
         requeue_marker=job_env.REQUEUE_MARKER,
         **launcher_values,
     )
+
+
+def _srun_values(plan: Plan) -> dict[str, object]:
+    tasks = [component.tasks for component in plan.components]
+    first_ranks = [0, *accumulate(tasks)][:-1]
+    return {"first_ranks": " ".join(map(str, first_ranks))}
 
 
 def _torchrun_values(plan: Plan) -> dict[str, object]:

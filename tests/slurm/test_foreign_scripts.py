@@ -138,9 +138,7 @@ def test_signal_before_the_limit_reaches_ranks_of_torchrun(live_lab: Lab, tmp_pa
     while len(list(tmp_path.glob("running*"))) < 7:
         time.sleep(0.05)
     live_lab.run(["scancel", "--signal=USR2", job_id], check=True)
-    while "stopped before the time limit with a snapshot" not in (
-        log := (tmp_path / "log").read_text()
-    ):
+    while "stopped early with a snapshot" not in (log := (tmp_path / "log").read_text()):
         time.sleep(0.05)
     wait_for_job(live_lab, int(job_id))  # the next test finds idle nodes
     assert sorted(re.findall(r"rank (\d) stops", log)) == list("0123456")

@@ -180,9 +180,8 @@ def test_dead_rank_ends_the_job_as_failed(live_lab: Lab, run_job: RunJob, tmp_pa
         live_lab, run_job, tmp_path, (ROOT / "cifar10_example/cluster.yaml").read_text(), script
     )
     assert job.state == "FAILED", "the time limit of 3 minutes would read TIMEOUT"
-    assert "alpha: task 1: Exited with exit code 3" in job.output, (
-        "srun counts tasks within a component"
-    )
+    assert "srun: error: alpha: task 1: Exited with exit code 3" in job.output
+    assert "job script: rank 4 on alpha: Exited with exit code 3\n" in job.output
 
 
 def test_rank_started_without_srun_fails_at_once(

@@ -1,4 +1,4 @@
-"""The job script: its text, and what it does with stubs for Slurm's clients."""
+"""The text of the job script; tests/unit/test_job_script.py runs it."""
 
 import os
 import shutil
@@ -17,8 +17,6 @@ from ddp_slurm.plan import Plan, make_plan
 from ddp_slurm.render import render_sbatch
 from ddp_slurm.render.quoting import directive
 from ddp_slurm.render.templating import render_template
-
-from .conftest import Stub
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -100,109 +98,6 @@ def test_script_passes_bash_and_shellcheck(case: str, uneven: Path, tmp_path: Pa
         pytest.skip("shellcheck is not installed")
     done = subprocess.run([shellcheck, script], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-
-
-def run_script(text: str, tmp_path: Path, **env: str) -> "subprocess.CompletedProcess[str]":
-    script = tmp_path / "job.sh"
-    script.write_text(text)
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
-    environ |= {"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "3", **env}
-    return subprocess.run(["bash", script], env=environ, capture_output=True, text=True, timeout=30)
-
-
-RECORD = 'printf "%s\\0" "$@" > "$RECORD"; env -0 > "$RECORD.env"; exit "${SRUN_STATUS:-0}"'
-
-
-def test_srun_gets_every_segment_without_the_batch_shells_sizes(
-    uneven: Path, tmp_path: Path, stub: Stub
-) -> None:
-    stub("srun", RECORD)
-    hostile = ["$(id)", "it's", 'say "x"', "a b", "*", "", "-x", "ü"]
-    text = render_sbatch(
-        plan_of(tmp_path, uneven.read_text(), command=["python", *hostile], env=["V=a 'b' $HOME"])
-    )
-    sizes = dict.fromkeys(
-        ("SLURM_NTASKS", "SLURM_NODELIST", "SLURM_JOB_NODELIST", "SLURM_MEM_PER_NODE"), "9"
-    )
-    done = run_script(text, tmp_path, RECORD=str(tmp_path / "argv"), **sizes)
-    assert done.returncode == 0, done.stderr
-    argv = (tmp_path / "argv").read_text().split("\0")[:-1]
-    assert argv[:2] == ["--label", "--kill-on-bad-exit=1"]
-    segments = " ".join(argv[2:]).split(" : ")
-    assert [segment.split(" python ")[0] for segment in segments] == [
-        "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=8",
-        "--nodes=1 --ntasks=2 --ntasks-per-node=2 --cpus-per-task=8",
-        "--nodes=1 --ntasks=4 --ntasks-per-node=4 --cpus-per-task=8",
-    ]
-    assert argv[-len(hostile) :] == hostile
-    env = dict(
-        item.partition("=")[::2] for item in (tmp_path / "argv.env").read_text().split("\0") if item
-    )
-    assert not set(sizes) & set(env)
-    assert env["V"] == "a 'b' $HOME"
-    assert env["DDP_SLURM_TASKS_PER_NODE"] == "1,2,4"
-    assert "CUDA_VISIBLE_DEVICES" not in text
-
-
-@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
-def test_env_of_any_name_reaches_the_ranks(
-    launcher: str, uneven: Path, tmp_path: Path, stub: Stub
-) -> None:
-    stub("srun", RECORD)
-    names = ["run_folder", "terminated", "scratch", "status", "launch", "command", "attempt"]
-    options = {"launcher": launcher, "time": "10", "signal_seconds": 60, "max_restarts": 1}
-    plan = plan_of(tmp_path, uneven.read_text(), env=[f"{name}=mine" for name in names], **options)
-    job = {"RECORD": str(tmp_path / "argv"), "SLURMD_NODENAME": "gamma"}
-    done = run_script(render_sbatch(plan, tmp_path / "runs"), tmp_path, **job)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "argv").read_text().split("\0")[-5:-1] == ["python", "train.py", "5", "1"]
-    env = (tmp_path / "argv.env").read_text().split("\0")
-    assert {f"{name}=mine" for name in names} <= set(env)
-    assert (tmp_path / "runs/7/exit").read_text().startswith("status=0\nterminated=no\n")
-
-
-@pytest.mark.parametrize("status", [0, 1, 3, 137])
-def test_script_exits_with_the_status_of_srun(
-    status: int, uneven: Path, tmp_path: Path, stub: Stub
-) -> None:
-    stub("srun", f"exit {status}")
-    assert run_script(rendered("uneven", uneven, tmp_path), tmp_path).returncode == status
-
-
-def test_stop_at_the_time_limit_requeues_up_to_max_restarts(
-    uneven: Path, tmp_path: Path, stub: Stub
-) -> None:
-    stub("srun", 'touch "$DDP_SLURM_REQUEUE_MARKER"')
-    stub("scontrol", f'echo "$@" >> {tmp_path}/scontrol')
-    options = {"time": "10", "signal_seconds": 60, "max_restarts": 1}
-    text = render_sbatch(plan_of(tmp_path, uneven.read_text(), **options))
-    assert run_script(text, tmp_path).returncode == 0
-    assert (tmp_path / "scontrol").read_text() == "requeue 7\n"
-    done = run_script(text, tmp_path, SLURM_RESTART_COUNT="1")
-    assert done.returncode == 75, "training is not finished: the job must not read COMPLETED"
-    assert "all 1 restarts are used up" in done.stderr
-    assert run_script(text, tmp_path, SLURM_RESTART_COUNT="2").returncode == 75
-    assert (tmp_path / "scontrol").read_text() == "requeue 7\n"
-    done = run_script(
-        render_sbatch(plan_of(tmp_path, uneven.read_text(), **options | {"max_restarts": 0})),
-        tmp_path,
-    )
-    assert (done.returncode, done.stdout) == (75, "")
-    assert "submit again to go on" in done.stderr
-    assert (tmp_path / "scontrol").read_text() == "requeue 7\n"
-
-
-def test_script_refuses_to_run_outside_its_job(uneven: Path, tmp_path: Path, stub: Stub) -> None:
-    stub("srun", "echo started")
-    text = rendered("uneven", uneven, tmp_path)
-    for env, words in (
-        ({"SLURM_JOB_ID": ""}, "start it with: sbatch"),
-        ({"SLURM_HET_SIZE": "1"}, "expected 3 components, got 1"),
-    ):
-        done = run_script(text, tmp_path, **env)
-        assert done.returncode == 2
-        assert words in done.stderr
-        assert "started" not in done.stdout
 
 
 @pytest.mark.parametrize(

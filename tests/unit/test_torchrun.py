@@ -455,10 +455,10 @@ def test_launcher_torchrun_starts_one_task_a_node(stubs: Stubs, tmp_path: Path) 
         "--node-rank=1",
         "--nnodes=2",
         "--master-addr=gamma",
+        "--master-port=10007",
+        "--rdzv-id=7-0",
         "--rdzv-conf=timeout=180",
         "--max-restarts=0",
-        "--rdzv-id=7-0",
-        "--master-port=10007",
         "--nproc-per-node=2",
         "--no-python",
         "python",
@@ -484,7 +484,7 @@ def test_launcher_torchrun_restarts_all_nodes(
     lines = stubs.log.read_text().splitlines()
     assert (done.returncode, len(lines)) == (status, calls), done.stderr
     for attempt, line in enumerate(lines):
-        assert f"--rdzv-id=7-{attempt} --master-port={10007 + attempt} " in line
+        assert f"--master-port={10007 + attempt} --rdzv-id=7-{attempt} " in line
     assert done.stderr.count("restart ") == calls - 1
 
 

@@ -1,0 +1,38 @@
+
+# --- How the script ends ---------------------------------------------------------------------
+
+_ddp_run_folder=     # for the exit marker; empty: none is written
+_ddp_stage=          # what the script does, where a failure of it may print nothing
+_ddp_failed_command= # with its line and file
+_ddp_terminated=no   # the job was cancelled, or its time is up
+
+_ddp_say() {
+  echo "job script: $1" >&2
+}
+
+# The exit marker keeps how this job ended after Slurm has forgotten it.
+_ddp_leave_exit_marker() {
+  local new=$_ddp_run_folder/.exit now
+  [[ -n $_ddp_run_folder ]] || return 0
+  now=$(date -u +%Y-%m-%dT%H:%M:%SZ)
+  if printf '%s\n' "status=$1" "terminated=$_ddp_terminated" "ended=$now" \
+    "host=${SLURMD_NODENAME:-}" "restarts=$_ddp_restarts" >"$new"; then
+    mv -f -- "$new" "$_ddp_run_folder/exit" || true
+  fi
+}
+
+_ddp_open_run_folder() {
+  [[ -n $_ddp_runs_folder ]] || return 0
+  mkdir -p -- "$_ddp_runs_folder/$SLURM_JOB_ID" || return 0
+  _ddp_run_folder=$_ddp_runs_folder/$SLURM_JOB_ID
+  rm -f -- "$_ddp_run_folder/exit" "$_ddp_run_folder/state.json"
+}
+
+_ddp_on_exit() {
+  local status=$? command=$BASH_COMMAND
+  if [[ $status -ne 0 && -n $_ddp_stage ]]; then
+    _ddp_say "$_ddp_stage: exit status $status of: ${_ddp_failed_command:-$command}"
+  fi
+  _ddp_leave_exit_marker "$status"
+  [[ -z $_ddp_marker ]] || rm -rf -- "${_ddp_marker%/*}"
+}

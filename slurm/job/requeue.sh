@@ -1,0 +1,62 @@
+
+# --- Restarts --------------------------------------------------------------------------------
+
+# Puts all components back into the queue. slurmctld may be away for minutes: it is asked again.
+_ddp_requeue() {
+  local answer give_up=$((SECONDS + 600))
+  trap '' TERM # which Slurm sends once it has accepted
+  until answer=$(timeout 60 scontrol requeue "$SLURM_JOB_ID" 2>&1); do
+    [[ $(_ddp_fate) != requeued ]] || break # accepted, but the answer was lost
+    if [[ $SECONDS -ge $give_up || $answer == *@(disabled|denied|Invalid)* ]]; then
+      _ddp_say "not requeued: $answer"
+      return 1
+    fi
+    sleep 5
+  done
+}
+
+# REASON STATUS: ends the script, with STATUS where the job is not requeued.
+_ddp_requeue_and_exit() {
+  if [[ $_ddp_restarts -ge $_ddp_max_restarts ]]; then
+    _ddp_say "$1; all $_ddp_max_restarts restarts are used up"
+  elif _ddp_requeue; then
+    _ddp_say "$1; requeued ($((_ddp_restarts + 1)) of $_ddp_max_restarts)"
+    _ddp_run_folder= # the job goes on: no exit marker
+    exit 0
+  fi
+  exit "$2"
+}
+
+# When a node is lost, Slurm requeues the first component and those with that node. The others would
+# end as failed, together with this script: they have to be requeued before that.
+_ddp_requeue_left_behind() {
+  local id state restarts preempted
+  while read -r id state restarts preempted; do
+    if [[ $restarts -le $_ddp_restarts ]]; then
+      # an error for each component that is pending already
+      timeout 20 scontrol requeue "$SLURM_JOB_ID" >/dev/null 2>&1 || true
+      return 0
+    fi
+  done < <(_ddp_components)
+}
+
+# When the first node was lost, Slurm starts the first component again while the others still run
+# their old steps, with which the new step would be a duplicate, or after they have ended.
+_ddp_wait_for_components() {
+  local components ids steps give_up=$((SECONDS + 300))
+  [[ $_ddp_restarts -gt 0 && $_ddp_component_count -gt 1 ]] || return 0
+  while [[ $SECONDS -lt $give_up ]]; do
+    if components=$(_ddp_components); then
+      if grep -qvE ' (RUNNING|CONFIGURING|COMPLETING) ' <<<"$components"; then
+        _ddp_requeue_and_exit "a component of the job does not run" 75
+      fi
+      ids=$(cut -d ' ' -f 1 <<<"$components" | paste -s -d ,)
+      steps=$(squeue --noheader --steps --jobs="$ids" --format=%i | grep '[.][0-9]*$' || true)
+      [[ -n $steps || $components == *COMPLETING* ]] || return 0
+      # shellcheck disable=SC2086 # one word a step
+      [[ -z $steps ]] || scancel $steps || true
+    fi
+    sleep 3
+  done
+  _ddp_requeue_and_exit "old steps of the job do not end" 75
+}

@@ -1,0 +1,67 @@
+
+# --- The step that runs the ranks ------------------------------------------------------------
+
+_ddp_status=0              # of srun
+_ddp_log=/proc/$$/fd/2     # the job's log, unless standard error is no file
+_ddp_log_start=1           # where the output of this step begins
+
+# PID: waits for srun in a way that lets bash react to SIGTERM at once. Sets _ddp_status.
+_ddp_wait_for_step() {
+  local watcher=
+  _ddp_step=$1
+  if [[ -f $_ddp_log ]]; then
+    _ddp_watch_srun "$1" >/dev/null 2>&1 &
+    watcher=$!
+  fi
+  while :; do
+    _ddp_signalled=no
+    _ddp_status=0
+    wait "$_ddp_step" || _ddp_status=$?
+    [[ $_ddp_signalled == yes ]] || break
+  done
+  [[ -z $watcher ]] || kill "$watcher" 2>/dev/null || true
+  _ddp_step=
+}
+
+_ddp_note_log_size() {
+  [[ ! -f $_ddp_log ]] || _ddp_log_start=$(($(stat --dereference --format=%s "$_ddp_log") + 1))
+}
+
+_ddp_srun_errors() {
+  [[ ! -f $_ddp_log ]] || tail -c "+$_ddp_log_start" "$_ddp_log" | grep -a '^srun: error: ' || true
+}
+
+# Whether srun has reported a lost node.
+_ddp_srun_lost_a_node() {
+  local reports='Node failure on|Cannot communicate with node|Timed out waiting for job step'
+  grep -qE "$reports|failed on node .*: Communication" < <(_ddp_srun_errors)
+}
+
+# Whether the slurmd of a node has started after this script: a node that restarts quickly is never
+# DOWN for Slurm, and srun may not see that its tasks are gone.
+_ddp_a_node_restarted() {
+  local group nodes list=${SLURM_JOB_NODELIST:-} time
+  for ((group = 1; group < _ddp_component_count; group++)); do
+    nodes=SLURM_JOB_NODELIST_HET_GROUP_$group
+    list+=,${!nodes:-}
+  done
+  while read -r time; do
+    [[ ! $time > $_ddp_started ]] || return 0
+  done < <(
+    unset SLURM_TIME_FORMAT
+    timeout 30 scontrol --oneliner show node "$list" | grep -o 'SlurmdStartTime=[0-9T:-]*' | cut -d = -f 2
+  )
+  return 1
+}
+
+# PID: srun can hang after it lost a node, while tasks on other nodes still run.
+_ddp_watch_srun() {
+  trap 'kill $!; exit' TERM
+  until _ddp_srun_lost_a_node; do
+    sleep 20 &
+    wait $!
+  done
+  sleep 60 &
+  wait $!
+  kill -KILL "$1"
+}
