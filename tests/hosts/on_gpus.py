@@ -1,6 +1,6 @@
 """Two or more "hosts" on one machine with GPUs, for torchrun and NCCL between them.
 
-python tests/hosts/on_gpus.py 1 2 -- python train.py 5 1    # hosts with the first, and the next two GPUs
+python tests/hosts/on_gpus.py 1 2 -- python train.py 5 1    # a host with one GPU, one with two
 
 Needs root and iproute2, no sshd. Each host is a network namespace with its own name and address. A
 replacement of ssh enters it; everything else is what users run.

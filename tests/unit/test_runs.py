@@ -366,9 +366,20 @@ SRUN = {
     "ends": ("exit 0", "status=0\nterminated=no\n"),
     "fails": ("exit 3", "status=3\nterminated=no\n"),
     "a rank is killed": ("exit 143", "status=143\nterminated=no\n"),
-    "is cancelled": ('kill -TERM "$PPID"; exit 0', "status=143\nterminated=yes\n"),
+    "is cancelled": (
+        'touch "$TMPDIR/cancelled"; kill -TERM "$PPID"; exit 0',
+        "status=143\nterminated=yes\n",
+    ),
     "is requeued": ('touch "$DDP_SLURM_REQUEUE_MARKER"; exit 0', None),
 }
+
+
+SQUEUE = """
+[[ $* != *--steps* ]] || exit 0
+state=RUNNING
+[[ ! -e $TMPDIR/cancelled ]] || state=COMPLETING
+echo "48 $state ${SLURM_RESTART_COUNT:-0} N/A"
+"""
 
 
 @pytest.fixture
@@ -379,7 +390,7 @@ def run_script(uneven: Path, hostile_folder: Path, tmp_path: Path) -> Callable[.
 
     def run(srun: str, env: dict[str, str], **options: str) -> int:
         # the stub runs in place of a subshell, whose parent is the script
-        for name, text in {"srun": srun, "scontrol": "exit 0"}.items():
+        for name, text in {"srun": srun, "scontrol": "exit 0", "squeue": SQUEUE}.items():
             (stubs / name).write_text(f"#!/bin/bash\n{text}\n")
             (stubs / name).chmod(0o755)
         script = render_sbatch(plan_of(uneven, **options), hostile_folder)
@@ -454,4 +465,4 @@ def test_script_with_an_exit_marker_passes_shellcheck(uneven: Path, hostile_fold
         ["shellcheck", "--shell=bash", "-"], input=script, text=True, capture_output=True
     )
     assert done.stdout == ""
-    assert "run_folder" not in render_sbatch(plan_of(uneven))
+    assert "\n_ddp_runs_folder=\n" in render_sbatch(plan_of(uneven))
