@@ -301,7 +301,7 @@ _ddp_end() {
 # --- srun's task numbers as ranks ------------------------------------------------------------
 
 # srun counts tasks within a component: prints the ranks of its messages such as
-# "srun: error: alpha: tasks 0-1: Killed".
+# "srun: error: NODE: tasks 0-1: Killed".
 _ddp_name_ranks() {
   local line pattern='^srun: error: ([^ ]+): tasks? ([0-9,-]+): (.*)$'
   while IFS= read -r line; do
