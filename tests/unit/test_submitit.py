@@ -22,6 +22,7 @@ from submitit.slurm import slurm  # noqa: E402
 
 from ddp_slurm.backends import sbatch  # noqa: E402
 from ddp_slurm.backends.submitit import job as submitit_job  # noqa: E402
+from ddp_slurm.backends.submitit import plan as submitit_plan  # noqa: E402
 from ddp_slurm.backends.submitit import rank as submitit_rank  # noqa: E402
 from ddp_slurm.backends.submitit.executor import (  # noqa: E402
     HetSlurmExecutor,
@@ -431,6 +432,42 @@ def test_parameters(
     assert executor.plan().world_size == 4
     executor.update_parameters(max_restarts=0)
     assert "#SBATCH --no-requeue\n" in executor.script()
+
+
+@pytest.mark.parametrize(("given", "restarts"), [(None, 3), (0, 0), (1, 1), (100, 100)])
+def test_submitit_and_the_script_count_the_same_restarts(
+    uneven: Path, tmp_path: Path, submitted: list[str], given: int | None, restarts: int
+) -> None:
+    executor = HetSlurmExecutor(tmp_path / "f", uneven)
+    executor.update_parameters(time=60)
+    if given is not None:
+        executor.update_parameters(max_restarts=given)
+    job = executor.submit(len, "")
+    assert job.submission()._timeout_countdown == restarts
+    assert ("#SBATCH --requeue\n" in submitted[0]) is (restarts > 0)
+
+
+def test_restarts_of_a_job_file_and_of_the_constructor(
+    uneven: Path, tmp_path: Path, submitted: list[str]
+) -> None:
+    (tmp_path / "job.yaml").write_text("max-restarts: 7\n")
+    from_file = HetSlurmExecutor(tmp_path / "f", uneven, job=tmp_path / "job.yaml")
+    assert from_file.submit(len, "").submission()._timeout_countdown == 7
+    default = HetSlurmExecutor(tmp_path / "f", uneven, max_num_timeout=5)
+    assert default.submit(len, "").submission()._timeout_countdown == 5
+
+
+def test_the_log_folder_exists_as_soon_as_the_id_is_known(
+    uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm ends a job that starts before the folder of its log exists."""
+    seen = []
+    monkeypatch.setattr(sbatch, "submit", lambda script: "48")
+    monkeypatch.setattr(
+        submitit_plan, "keep_run", lambda *args, **kwargs: seen.append((tmp_path / "48").is_dir())
+    )
+    HetSlurmExecutor(tmp_path / "%j", uneven).submit(len, "")
+    assert seen == [True]
 
 
 BAD = {

@@ -39,8 +39,8 @@ class HetSlurmExecutor(core.PicklingExecutor):
             job's id.
         cluster: a cluster.yaml or a Cluster; default ./cluster.yaml, else the live Slurm.
         job: a job.yaml; ``update_parameters`` takes its keys too, with ``_`` for ``-``, and wins.
-        max_num_timeout: how often a job is restarted, where the parameters have no
-            ``max_restarts``.
+        max_num_timeout: how often a job is restarted, whatever the reason, where the parameters and
+            ``job`` have no ``max_restarts``.
         plan: one made by ``make_plan``, instead of cluster, job and parameters.
     """
 
@@ -115,6 +115,8 @@ class HetSlurmExecutor(core.PicklingExecutor):
     def _internal_process_submissions(
         self, delayed_submissions: "Sequence[utils.DelayedSubmission]"
     ) -> "list[core.Job[Any]]":
+        # submitit gives up after so many timeouts, and the job script after so many restarts.
+        self.max_num_timeout = self._task_job().plan.options.max_restarts
         if len(delayed_submissions) > 1:
             log.info(
                 f"{len(delayed_submissions)} jobs, submitted one by one: "
