@@ -1,1 +1,1 @@
-"""What the two examples share: options, models, data. Not part of the library."""
+"""What the two examples share, not part of the library: options, models, data."""

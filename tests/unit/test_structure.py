@@ -59,15 +59,10 @@ MAX_PARAMETERS = 7
 MAX_COLUMNS = 100
 
 NOT_YET: dict[str, set[str]] = {
-    "sentences": {
-        "ddp_slurm/examples/__init__.py",
-        "ddp_slurm/render/__init__.py",
-    },
     "parameters": {
         "ddp_slurm/rank_env.py",
     },
     "lines": {
-        "ddp_slurm/admin/doctor/checks_slurm.py",
         "ddp_slurm/lightning.py",
     },
 }
