@@ -24,6 +24,7 @@ from ddp_slurm.ask import Answer
 from ddp_slurm.cluster import Cluster, GpuModel, Node
 from ddp_slurm.lab import Lab
 from ddp_slurm.ssh.command import RemoteError
+from tests.waiting import wait_until
 
 CLUSTER = """\
 name: lab
@@ -38,6 +39,7 @@ for i in $(seq 0 $last); do echo "$i, 00000000:0$i:00.0, 32768, 535.183.01, NVID
 PYTHON = "facts " + json.dumps(
     {"python": "3.11.4", "torch": "2.6.0", "cuda": "12.4", "cudnn": "90100", "nccl": "2.21.5"}
 )
+GPU_CHECK = Path(__file__).parents[2] / "cluster_setup" / "gpu_check.sh"
 IN_OWN_MOUNTS = ["unshare", "--mount", "--", "sh", "-euc"]
 
 
@@ -290,6 +292,28 @@ def test_doctor_finds_a_node_that_is_off(patient: Patient) -> None:
     assert {f.cause.split()[0] for f in not_responding} == {"gamma", "beta"}
 
 
+def test_doctor_and_gpu_check_accept_power_saving(
+    make_lab: Callable[..., Lab], tmp_path: Path
+) -> None:
+    lab = make_lab(CLUSTER)
+    with lab.slurm_conf.open("a") as file:
+        file.write("SuspendProgram=/bin/true\nResumeProgram=/bin/true\n")
+        file.write("SuspendTime=36000\nSuspendTimeout=1\n")
+    lab.run(["scontrol", "reconfigure"], check=True)
+    lab.run(["scontrol", "update", "nodename=beta", "state=power_down"], check=True)
+    wait_until(
+        lambda: "POWERED_DOWN" in lab.status()["beta"],
+        lambda: f"beta to be switched off: {lab.status()}",
+    )
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    patient = Patient(lab, tmp_path)
+    no_card = patient.stub("no_card", "nvidia-smi", "exit 9")
+    environ = {**os.environ, "PATH": f"{no_card}:{os.environ['PATH']}"}
+    lab.exec("beta", [GPU_CHECK], env=environ, check=True)
+    assert "DRAIN" not in lab.status()["beta"]
+    assert patient.findings() == []
+
+
 def test_run_by_srun_runs_on_the_node(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_CONF", str(patient.lab.slurm_conf))
     line = 'echo "$(uname -n) GPUs $CUDA_VISIBLE_DEVICES $(cat)"; exit 3'
@@ -297,6 +321,6 @@ def test_run_by_srun_runs_on_the_node(patient: Patient, monkeypatch: pytest.Monk
     assert (done.status, done.out) == (3, "beta GPUs 0,1 a b\n")
     more = patient.cluster.nodes[1]._replace(gpus=(GpuModel(count=9),))
     with pytest.raises(
-        RemoteError, match=r"beta: srun: error: Unable to allocate .* \(asked for gpu:9\)"
+        RemoteError, match=r"beta: srun: error: Unable to allocate .* \(requested: gpu:9\)"
     ):
         run_by_srun(more, ["true"])
