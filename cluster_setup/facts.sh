@@ -93,6 +93,15 @@ gpus() {
 slurm() {
     block slurmd.version slurmd -V
     block slurmctld.version slurmctld -V
+    if have slurmd && have pidof; then
+        if pidof slurmd >/dev/null; then
+            fact slurmd_runs yes
+        else
+            fact slurmd_runs no
+            # Without the configuration of the controller it writes no log file.
+            block slurmd.journal journalctl --unit slurmd --lines 20 --output cat --no-pager
+        fi
+    fi
     block slurmd.hardware slurmd -C
     block slurm.ping scontrol ping
     case ${block_text:-} in # every other request to a controller that is down waits for a minute
@@ -179,6 +188,11 @@ try:
         found["architectures"] = torch._C._cuda_getArchFlags() or ""
 except Exception as error:
     found["torch_error"] = f"{type(error).__name__}: {error}"
+try:
+    import ddp_slurm
+    found["ddp_slurm"] = ddp_slurm.__version__
+except Exception:
+    found["ddp_slurm"] = "none"
 print("facts " + json.dumps(found))
 '
 }

@@ -18,7 +18,13 @@ NODES = (
         sockets=1,
         cores_per_socket=4,
     ),
-    Node("beta", gpus=(GpuModel(type="v100", count=2),), cpus=8, memory_mb=30000),
+    Node(
+        "beta",
+        gpus=(GpuModel(type="v100", count=2),),
+        cpus=8,
+        memory_mb=30000,
+        interface="eno1",
+    ),
     Node("alpha", gpus=(GpuModel(type="a100", count=2),), cpus=8, memory_mb=30000),
 )
 CLUSTER = Cluster("lab", NODES, controller="alpha")
@@ -49,6 +55,7 @@ TRAINING = {
     "cuda": "12.4",
     "cudnn": "90100",
     "nccl": "2.21.5",
+    "ddp_slurm": "0.1",
     "architectures": "sm_50 sm_70 sm_80 sm_90 compute_90",
 }
 
@@ -72,6 +79,8 @@ def healthy(name: str) -> dict[str, list[str] | str]:
         "cgroup_plugin": ["/usr/lib/x86_64-linux-gnu/slurm-wlm/cgroup_v2.so"],
         "config_file": ["/run/slurm/conf/slurm.conf 123 456"],
         "offset": ["0"],
+        "slurmd_runs": ["yes"],
+        "interface": ["lo unknown -1", "eno1 up 1000"],
         "port": [
             f"{other} {port} {'open' if port == 6818 else 'refused'}"
             for other in others

@@ -177,6 +177,25 @@ CASES = [
             "Permission denied"
         },
     ),
+    case(
+        "slurmd",
+        E,
+        "beta",
+        "slurmd is not running; the last error in its journal: fatal: no configuration",
+        beta={
+            "slurmd_runs": ["no"],
+            "slurmd.journal": "Starting\nerror: fetch_config\nfatal: no configuration\nFailed",
+        },
+    ),
+    case("slurmd", E, "beta", "slurmd is not running$", beta={"slurmd_runs": ["no"]}),
+    case(
+        "interface",
+        E,
+        "beta",
+        "interface 'eno1' does not exist; the machine has eth0",
+        beta={"interface": ["lo unknown -1", "eth0 up 1000"]},
+    ),
+    case("interface", E, "beta", "'eno1' is down", beta={"interface": ["eno1 down -1"]}),
 ]
 
 

@@ -169,6 +169,20 @@ CASES = [
         r"CUDA 13\.0 needs driver 580 or later, 535\.183\.01 is installed",
         everywhere={"training": training(torch="2.11.0+cu130", cuda="13.0")},
     ),
+    case(
+        "torch",
+        E,
+        ALL,
+        r"python3 is Python 3\.8\.10; ddp_slurm needs 3\.10",
+        everywhere={"training": training(python="3.8.10", ddp_slurm="none")},
+    ),
+    case(
+        "torch",
+        W,
+        "beta",
+        "python3 does not have ddp_slurm",
+        beta={"training": training(ddp_slurm="none")},
+    ),
 ]
 
 

@@ -211,5 +211,21 @@ def name_resolution(snapshot: Snapshot) -> Findings:
             yield warning(fewest, cause, HOSTS)
 
 
+def interface(snapshot: Snapshot) -> Findings:
+    """The network interface of cluster.yaml exists on its node and is up."""
+    for node in snapshot.cluster.nodes:
+        facts = snapshot.facts.get(node.name)
+        if facts is None or node.interface is None:
+            continue
+        states = dict(line.split()[:2] for line in facts.values.get("interface", ()))
+        state = states.get(node.interface)
+        if states and state is None:
+            others = ", ".join(name for name in states if name != "lo")
+            cause = f"interface {node.interface!r} does not exist; the machine has {others}"
+            yield error(node.name, cause, "ddp-slurm cluster probe")
+        elif state == "down":
+            yield error(node.name, f"interface {node.interface!r} is down", "ip link; the cable")
+
+
 def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"

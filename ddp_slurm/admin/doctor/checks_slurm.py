@@ -1,5 +1,7 @@
 """Checks of Slurm itself: its daemons, its release, its configuration, its messages."""
 
+import re
+
 from ddp_slurm.admin.doctor.finding import (
     Finding,
     Findings,
@@ -39,6 +41,20 @@ def reachable(snapshot: Snapshot) -> Findings:
             continue
         fix = "start it, or correct address and ssh in cluster.yaml"
         yield error(name, cause.removeprefix(f"{name}: "), fix)
+
+
+def daemons(snapshot: Snapshot) -> Findings:
+    """slurmd runs on every node that has it."""
+    for name, facts in snapshot.facts.items():
+        if facts.first("slurmd_runs") != "no":
+            continue
+        lines = facts.block_lines("slurmd.journal")
+        messages = [line for line in lines if re.search(r"error|fatal", line)]
+        cause = "slurmd is not running"
+        if messages:
+            cause += f"; the last error in its journal: {messages[-1].strip()}"
+        fix = f"journalctl -u slurmd and /var/log/slurm/slurmd.log; {INSTALL} --step slurmd"
+        yield error(name, cause, fix)
 
 
 def controller(snapshot: Snapshot) -> Findings:

@@ -7,6 +7,7 @@ from ddp_slurm.admin.doctor.finding import Findings, error, listed, skipped, war
 from ddp_slurm.admin.doctor.snapshot import Snapshot
 from ddp_slurm.admin.facts import Facts
 
+OLDEST_PYTHON = (3, 10)
 OLDEST_GLIBC_OF_TORCH_2_7 = (2, 28)
 OLDEST_DRIVER_OF_CUDA = {"11": 450, "12": 525, "13": 580}
 """Driver branch by CUDA's major release.
@@ -24,12 +25,14 @@ _COMPARED = {
     "cuda": "CUDA of torch",
     "cudnn": "cuDNN",
     "nccl": "NCCL",
+    "ddp_slurm": "ddp_slurm",
 }
 
 
 def importable(snapshot: Snapshot) -> Findings:
-    """The interpreter and torch exist on every node with GPUs."""
+    """A Python that is new enough, torch and ddp_slurm exist on every node with GPUs."""
     nodes = _with_gpus(snapshot)
+    yield from _too_old_or_incomplete(snapshot.python, nodes)
     name_it = f"name the interpreter that trains: --python (now {snapshot.python})"
     missing = [name for name, facts in nodes.items() if not facts.training]
     if missing:
@@ -47,6 +50,30 @@ def importable(snapshot: Snapshot) -> Findings:
         else:
             fix = "install it there too: the same environment on all nodes"
             yield error(names, cause, fix)
+
+
+def _too_old_or_incomplete(python: str, nodes: Mapping[str, Facts]) -> Findings:
+    old = []
+    without_package = []
+    for name, facts in nodes.items():
+        version = facts.training.get("python", "")
+        if version and _minor(version) < OLDEST_PYTHON:
+            old.append(name)
+        elif facts.training.get("ddp_slurm") == "none":
+            without_package.append(name)
+    if old:
+        oldest = ".".join(map(str, OLDEST_PYTHON))
+        version = nodes[old[0]].training["python"]
+        fix = "a newer Python, or conda, on all nodes (see the guide)"
+        yield error(old, f"{python} is Python {version}; ddp_slurm needs {oldest}", fix)
+    if without_package:
+        fix = f"{python} -m pip install '.[train]' in the package's folder, on all nodes"
+        yield warning(without_package, f"{python} does not have ddp_slurm", fix)
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    """``(3, 11)`` of ``3.11.4``."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
 def cuda(snapshot: Snapshot) -> Findings:
@@ -83,7 +110,7 @@ def versions(snapshot: Snapshot) -> Findings:
     values_of_node: dict[str, dict[str, str]] = {}
     for name, facts in _with_gpus(snapshot).items():
         if facts.training:
-            python = ".".join(facts.training["python"].split(".")[:2])
+            python = ".".join(map(str, _minor(facts.training["python"])))
             values_of_node[name] = {**facts.training, "python": python}
     if not values_of_node:
         yield skipped(f"{snapshot.python} runs on no node with GPUs")
