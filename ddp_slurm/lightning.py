@@ -12,16 +12,15 @@ needs no ``python -m ddp_slurm.run``.
 
 import importlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ddp_slurm.balance import planned_shares
 from ddp_slurm.errors import DdpSlurmError
-from ddp_slurm.hostlist import expand_tasks_per_node
 from ddp_slurm.job_env import MEASURED, JobEnv
-from ddp_slurm.rank_env import LaunchError, RankEnv, known
+from ddp_slurm.rank_env import LaunchError, RankEnv, known, tasks_per_node
 
 try:
     from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -39,19 +38,7 @@ __all__ = ["DdpSlurmEnvironment"]
 
 def is_uneven(environ: Mapping[str, str]) -> bool:
     """Whether the nodes run different numbers of ranks."""
-    return len(set(_tasks_per_node(environ))) > 1
-
-
-def _tasks_per_node(environ: Mapping[str, str]) -> Sequence[int]:
-    """Ranks on each node; empty where neither the job nor Slurm sets them.
-
-    Slurm's are in the order of host names, so only the numbers count, not their order.
-    """
-    planned = JobEnv.from_environ(environ).tasks_per_node
-    if planned is not None:
-        return planned
-    of_step = environ.get("SLURM_STEP_TASKS_PER_NODE")
-    return expand_tasks_per_node(of_step) if of_step else []
+    return len(set(tasks_per_node(environ))) > 1
 
 
 class DdpSlurmEnvironment(ClusterEnvironment):
@@ -110,7 +97,7 @@ class DdpSlurmEnvironment(ClusterEnvironment):
     @property
     def node_count(self) -> int:
         """For ``num_nodes``; 1 where the launcher does not set it."""
-        return len(_tasks_per_node(os.environ)) or 1
+        return len(tasks_per_node(os.environ)) or 1
 
     def planned_shares(self, global_batch: int) -> list[int]:
         """Samples of a global batch for each rank, as the job was planned, else equal shares.

@@ -7,11 +7,12 @@ mpirun wrappers, Kubernetes operators, Azure ML, DeepSpeed, ...). Standard libra
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ddp_slurm.errors import DdpSlurmError
-from ddp_slurm.hostlist import expand_hostlist
+from ddp_slurm.hostlist import expand_hostlist, expand_tasks_per_node
+from ddp_slurm.job_env import JobEnv
 
 ENV_VARIABLES = (
     "RANK",
@@ -166,6 +167,18 @@ def known(value: int | None, variable: str) -> int:
             "it, or start the script with ddp-slurm submit or torchrun"
         )
     return value
+
+
+def tasks_per_node(environ: Mapping[str, str]) -> Sequence[int]:
+    """Ranks on each node; empty where neither the job nor Slurm sets them.
+
+    Slurm's are in the order of host names, so only the numbers count, not their order.
+    """
+    planned = JobEnv.from_environ(environ).tasks_per_node
+    if planned is not None:
+        return planned
+    of_step = environ.get("SLURM_STEP_TASKS_PER_NODE")
+    return expand_tasks_per_node(of_step) if of_step else []
 
 
 def port_of_job(job_id: int) -> int:

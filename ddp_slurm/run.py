@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 
 from ddp_slurm.errors import DdpSlurmError
-from ddp_slurm.rank_env import RankEnv
+from ddp_slurm.rank_env import RankEnv, tasks_per_node
 
 USAGE = "usage: python -m ddp_slurm.run CMD ...   (inside an srun step, or another launcher's rank)"
 ACCELERATORS = (
@@ -39,14 +39,28 @@ def script_environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _torchrun_variables(rank_env: RankEnv, environ: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun sets besides the place in the world.
+    """What torchrun sets besides the place in the world: nodes are its groups, and all ranks have
+    one role.
 
     TORCHELASTIC_RUN_ID is the mark by which Lightning recognises a torchrun rank. Without it
     Lightning would take the SLURM_* variables, also those that belong to another component.
     """
-    variables = {"TORCHELASTIC_RUN_ID": environ.get("SLURM_JOB_ID", "ddp_slurm")}
+    restarts = environ.get("SLURM_RESTART_COUNT", "0")
+    variables = {
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(rank_env.rank),
+        "ROLE_WORLD_SIZE": str(rank_env.world_size),
+        "TORCHELASTIC_RUN_ID": environ.get("SLURM_JOB_ID", "ddp_slurm"),
+        "TORCHELASTIC_RESTART_COUNT": restarts,
+        # how many Slurm would do more is not known here
+        "TORCHELASTIC_MAX_RESTARTS": restarts,
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
     if rank_env.node_rank is not None:
         variables["GROUP_RANK"] = str(rank_env.node_rank)
+    nodes = len(tasks_per_node(environ))
+    if nodes:
+        variables["GROUP_WORLD_SIZE"] = str(nodes)
     return variables
 
 

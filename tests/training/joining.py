@@ -1,6 +1,7 @@
 """What the ranks of the test worlds run to meet, to fail and to leave. Imported by the server they
 are forked from, so it stays light."""
 
+import ctypes
 import os
 import signal
 import sys
@@ -91,7 +92,7 @@ def stop_before(pipe: Connection, moment: str, seconds: float = 5.0) -> None:
 def leave_early(pipe: Connection, leaver: int, rest: str) -> None:
     """One rank leaves in order, the others go on with a collective or alone for three seconds."""
     be_impatient()
-    with init_distributed(timeout_seconds=60.0) as world:
+    with init_distributed(timeout_seconds=6.0) as world:
         dist.barrier()
         if world.rank == leaver:
             return
@@ -99,6 +100,35 @@ def leave_early(pipe: Connection, leaver: int, rest: str) -> None:
             dist.barrier()
         else:
             time.sleep(3)
+
+
+def lose_the_link(pipe: Connection, namespaces: list[str], moment: str) -> None:
+    """Reports ``ready`` to have the link cut, at that moment, and goes on at the next message."""
+    be_impatient()
+    rank = int(os.environ["RANK"])
+    with open(f"/run/netns/{namespaces[rank]}") as namespace:
+        assert ctypes.CDLL(None).setns(namespace.fileno(), CLONE_NEWNET) == 0
+
+    def wait_for_the_cut() -> None:
+        tell(pipe, "ready")
+        pipe.recv_bytes()
+
+    find_errors = rendezvous.find_errors
+
+    def find_errors_late(facts: object) -> list[str]:
+        wait_for_the_cut()
+        return find_errors(facts)
+
+    if moment == "meeting":
+        rendezvous.find_errors = find_errors_late
+    with init_distributed(timeout_seconds=3.0, rendezvous_seconds=20.0):
+        dist.barrier()
+        if rank == 0:
+            wait_for_the_cut()
+        else:
+            pipe.recv_bytes()
+        if moment == "collective":
+            dist.barrier()
 
 
 def end_while_rank_0_waits(pipe: Connection, how: str) -> None:
@@ -130,7 +160,8 @@ def fail_after_rank_0_has_left(pipe: Connection) -> None:
 
 
 def be_late(pipe: Connection, timeout_seconds: float) -> None:
-    """Rank 1 leaves later than ``timeout_seconds`` after rank 0."""
+    """Rank 1 leaves three seconds after rank 0."""
+    rendezvous.REPORT_SECONDS = 0.5
     with init_distributed(timeout_seconds=timeout_seconds) as world:
         dist.barrier()
         if world.rank == 1:
@@ -186,6 +217,9 @@ def env_after_meeting(pipe: Connection) -> tuple[RankEnv, RankEnv]:
     with init_distributed() as world:
         dist.barrier()
         return RankEnv.from_environ(), world.env
+
+
+CLONE_NEWNET = 0x40000000
 
 
 class SleepyModel(nn.Module):

@@ -1,11 +1,17 @@
 """A rank that fails, is killed, hangs or leaves early ends all others in bounded time, and the log
 names it."""
 
+import os
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
+
+from tests.conftest import without_launcher
 
 from .joining import (
     be_late,
@@ -17,7 +23,7 @@ from .joining import (
     leave_early,
     stop_before,
 )
-from .worlds import PATIENCE_SECONDS, World, run_world, world
+from .worlds import PATIENCE_SECONDS, World, rank_environments, run_world, world
 
 
 @pytest.mark.parametrize(
@@ -65,7 +71,7 @@ def test_rank_0_ends_with_the_failure_of_a_late_rank(tmp_path: Path) -> None:
         )
 
 
-def test_rank_0_waits_as_long_as_a_collective_would(tmp_path: Path) -> None:
+def test_rank_0_waits_for_a_late_rank_for_bounded_time(tmp_path: Path) -> None:
     assert run_world(tmp_path / "waits", (2,), be_late, 60.0) == [None, None]
     with world(tmp_path / "leaves", (2,), be_late, 1.0) as running:
         assert running.wait(PATIENCE_SECONDS) == [0, 1]
@@ -159,7 +165,7 @@ def test_rank_that_leaves_before_a_collective_is_named(tmp_path: Path, leaver: i
 def test_rank_0_names_the_ranks_that_it_waits_for(tmp_path: Path) -> None:
     with world(tmp_path, (1, 2), leave_early, 0, "alone", environ=NODE) as running:
         assert running.results() == [None] * 3
-        expected = "rank 0 on node has finished and waits for rank 1 on node, rank 2 on node, 59 s"
+        expected = "rank 0 on node has finished and waits for rank 1 on node, rank 2 on node, 9 s"
         assert expected in running.log(0)
 
 
@@ -175,3 +181,60 @@ def test_rank_that_ends_while_rank_0_waits_is_named(tmp_path: Path, how: str) ->
     with world(tmp_path, (1, 1), end_while_rank_0_waits, how, environ=NODE) as running:
         assert running.wait(PATIENCE_SECONDS)[0] == 1
         assert "rank 1 on node ended without a report or does not respond, while" in running.log(0)
+
+
+SCRIPT = """
+import sys, time
+import torch.distributed as dist
+from ddp_slurm.training import init_distributed
+
+world = init_distributed()
+dist.barrier()
+if sys.argv[1] == "exit":
+    with world:
+        if world.rank == 1:
+            sys.exit(3)
+        dist.barrier()
+elif sys.argv[1] == "catch":
+    try:
+        with world:
+            raise ValueError
+    except ValueError:
+        time.sleep(world.rank / 2)
+print("end of the script", flush=True)
+"""
+
+
+def run_script(folder: Path, how: str) -> list["subprocess.CompletedProcess[str]"]:
+    """Three ranks of SCRIPT, each with an interpreter of its own that ends as usual."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    processes = []
+    for variables in rank_environments((1, 2)):
+        environ = {**without_launcher(os.environ), **variables, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(script), how]
+        processes.append(
+            subprocess.Popen(command, env=environ, stdout=PIPE, stderr=PIPE, text=True)
+        )
+    done = []
+    for process in processes:
+        output, errors = process.communicate(timeout=PATIENCE_SECONDS)
+        done.append(subprocess.CompletedProcess(command, process.returncode, output, errors))
+    return done
+
+
+def test_sys_exit_of_one_rank_is_no_abort(tmp_path: Path) -> None:
+    """The watching thread was inside torch when the interpreter ended: SIGABRT."""
+    for _ in range(2):
+        done = run_script(tmp_path, "exit")
+        assert [rank.returncode for rank in done] == [3, 3, 3], done
+        assert "ends, because rank 1 on" in done[0].stderr
+        assert "exited with 3" in done[0].stderr
+
+
+@pytest.mark.parametrize("how", ["forget to close", "catch"])
+def test_script_that_does_not_close_its_world_ends_well(tmp_path: Path, how: str) -> None:
+    done = run_script(tmp_path, how)
+    assert [rank.returncode for rank in done] == [0, 0, 0], done
+    assert all(rank.stdout == "end of the script\n" for rank in done)
+    assert all("terminate called" not in rank.stderr for rank in done)

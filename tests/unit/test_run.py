@@ -51,6 +51,33 @@ def test_help_is_printed() -> None:
         assert "usage: python -m ddp_slurm.run CMD ..." in done.stdout
 
 
+def test_script_gets_all_that_torchrun_sets() -> None:
+    step = {**HET_STEP, "SLURM_STEP_TASKS_PER_NODE": "4,2,1", "SLURM_RESTART_COUNT": "2"}
+    env = script_environ(step)
+    expected = {
+        "GROUP_RANK": "2",
+        "GROUP_WORLD_SIZE": "3",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": "5",
+        "ROLE_WORLD_SIZE": "7",
+        "TORCHELASTIC_RUN_ID": "19007",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+    assert expected.items() <= env.items()
+    planned = script_environ({**step, "DDP_SLURM_TASKS_PER_NODE": "1,2(x2)"})
+    assert planned["GROUP_WORLD_SIZE"] == "3"
+    assert "GROUP_WORLD_SIZE" not in script_environ(HET_STEP)
+
+
+def test_script_gets_no_variable_that_is_not_known() -> None:
+    four = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "2345"}
+    env = script_environ(four)
+    assert four.items() <= env.items()
+    assert not env.keys() & {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK"}
+
+
 @pytest.mark.parametrize("has_gpu", [True, False])
 def test_script_gets_the_marks_of_torchrun(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_gpu: bool

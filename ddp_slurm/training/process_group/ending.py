@@ -1,6 +1,7 @@
 """How a process ends when something went wrong: with its last line in the log, and in bounded
 time."""
 
+import contextlib
 import os
 import sys
 import threading
@@ -50,7 +51,8 @@ class Deadline:
         self._status = status
 
     def __enter__(self) -> None:
-        self._timer.start()
+        with contextlib.suppress(RuntimeError):  # at exit Python 3.12 starts no thread any more
+            self._timer.start()
 
     def __exit__(self, *error: object) -> None:
         self._timer.cancel()

@@ -22,6 +22,7 @@ from ddp_slurm.training.process_group.peers import (
     Ending,
     Message,
     Peers,
+    leaving_key,
     read_first_failure,
     report_failure,
 )
@@ -66,6 +67,11 @@ class FailureWatch:
     def start(self) -> None:
         sys.excepthook = self._on_uncaught
         self._thread.start()
+
+    def announce_leaving(self) -> None:
+        """Before this rank closes its process group, which breaks a collective of the others."""
+        with self._deadline(1), contextlib.suppress(RuntimeError):
+            self.peers.say_leaving()
 
     def finish(self) -> None:
         """Stop watching: this rank leaves in order. Its leaving is recorded in the store."""
@@ -159,17 +165,17 @@ class FailureWatch:
         first = read_first_failure(peers.store)
         if first is not None:
             return first
-        missing = peers.call_roll("failure")
-        if missing.lost:
+        found = peers.call_roll("failure")
+        if found.lost:
             return Ending(
                 1,
-                f"{peers.name(missing.lost)} ended without a report or does not respond: killed, "
+                f"{peers.name(found.lost)} ended without a report or does not respond: killed, "
                 "crashed or hanging, or the link to the host is lost",
             )
-        if missing.left:
+        if found.leaving:
             return Ending(
                 1,
-                f"{peers.name(missing.left)} had left the training in order, while {peers.place} "
+                f"{peers.name(found.leaving)} had left the training in order, while {peers.place} "
                 "still waited in a collective: every rank must take the same number of steps",
             )
         return own
@@ -201,7 +207,7 @@ class FailureWatch:
     def _name_late_ranks(self) -> None:
         """On rank 0: name the ranks that have left and those that may wait for them."""
         peers = self.peers
-        left = peers.ranks_that_left()
+        left = peers.ranks_with(leaving_key)
         late = [rank for rank in range(len(peers.places)) if rank not in left]
         if self._ended or not late or 0 in left:
             return

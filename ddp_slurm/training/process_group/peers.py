@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
@@ -35,10 +35,12 @@ class Message(NamedTuple):
 
 
 class RollCall(NamedTuple):
-    """Ranks that are missing in a roll call: those that had left, and those that do not respond."""
+    """What a roll call found about the other ranks."""
 
-    left: list[int]
+    leaving: list[int]
+    """Those that leave or have left in order."""
     lost: list[int]
+    """Those that do not respond."""
 
 
 @dataclass
@@ -99,23 +101,29 @@ class Peers:
                 self.send(rank, Message("roll call", text=name))
         present = {rank: _present_key(name, rank) for rank in self.others}
         self.store.set(_present_key(name, self.rank), "")
-        gone = self.ranks_that_left()
+        gone = self.ranks_with(left_key)
         awaited = [key for rank, key in present.items() if rank not in gone]
         self.wait(awaited, ROLL_CALL_SECONDS)
-        left = [rank for rank in self.ranks_that_left() if rank != self.rank]
-        absent = [rank for rank in self.others if not self.store.check([present[rank]])]
-        return RollCall(left, [rank for rank in absent if rank not in left])
+        absent = [rank for rank, key in present.items() if not self.store.check([key])]
+        gone = self.ranks_with(left_key)
+        leaving = [rank for rank in self.ranks_with(leaving_key) if rank != self.rank]
+        return RollCall(leaving, [rank for rank in absent if rank not in gone])
 
     def wait(self, keys: list[str], seconds: float) -> bool:
         """Whether all keys exist within so many seconds."""
         return wait_for(self.store, keys, seconds)
 
+    def say_leaving(self) -> None:
+        """Record that this rank needs the others no more, before it closes its connections."""
+        self.store.set(leaving_key(self.rank), "")
+
     def say_left(self) -> None:
-        """Record that this rank leaves in order."""
+        """Record that this rank needs the store no more."""
         self.store.set(left_key(self.rank), "")
 
-    def ranks_that_left(self) -> list[int]:
-        return [rank for rank in range(len(self.places)) if self.store.check([left_key(rank)])]
+    def ranks_with(self, key: Callable[[int], str]) -> list[int]:
+        """The ranks whose key exists."""
+        return [rank for rank in range(len(self.places)) if self.store.check([key(rank)])]
 
     def rank_0_is_gone(self) -> str:
         return (
@@ -156,6 +164,10 @@ def _message_key(rank: int, number: int) -> str:
 
 def _present_key(roll_call: str, rank: int) -> str:
     return f"present/{roll_call}/{rank}"
+
+
+def leaving_key(rank: int) -> str:
+    return f"leaving/{rank}"
 
 
 def left_key(rank: int) -> str:

@@ -131,7 +131,7 @@ def connect(env: RankEnv, seconds: float, *, serve: bool = False) -> Store:
 def leave(watch: FailureWatch, timeout_seconds: float) -> None:
     """Leave in order: rank 0, which holds the store, leaves last.
 
-    Rank 0 waits for a rank that is late as long as a collective would, and names it. Raises
+    Rank 0 waits for a rank that is late a little longer than a collective would, and names it. Raises
     LostRankError where a rank ended without leaving.
     """
     peers = watch.peers
@@ -150,14 +150,16 @@ def _wait_for_late_ranks(peers: Peers, timeout_seconds: float) -> None:
     first_wait = min(LATE_SECONDS, timeout_seconds)
     if peers.wait(keys, first_wait):
         return
-    missing = peers.call_roll("leaving")
-    if missing.lost:
+    found = peers.call_roll("leaving")
+    if found.lost:
         raise LostRankError(
-            f"{peers.place}: {peers.name(missing.lost)} ended without a report or does not "
+            f"{peers.place}: {peers.name(found.lost)} ended without a report or does not "
             f"respond, while {peers.place} waited for all ranks to leave"
         )
-    late = [rank for rank in peers.others if rank not in missing.left]
-    rest = max(0.0, timeout_seconds - first_wait)
+    gone = peers.ranks_with(left_key)
+    late = [rank for rank in peers.others if rank not in gone]
+    # Longer than their collectives: a rank that waits for this one fails first, and says so.
+    rest = timeout_seconds - first_wait + REPORT_SECONDS
     print_last(
         f"note: {peers.place} has finished and waits for {peers.name(late)}, {rest:.0f} s at most"
     )

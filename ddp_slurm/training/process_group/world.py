@@ -1,6 +1,7 @@
 """The start and the end of a distributed training: who takes part is checked before the first
 collective."""
 
+import atexit
 import os
 import time
 from collections.abc import Callable
@@ -51,7 +52,7 @@ class Membership:
     watch: FailureWatch | None
     """None in a world of one rank."""
     timeout_seconds: float
-    """The longest that any collective may take, and that rank 0 waits for a late rank."""
+    """The longest that any collective may take; rank 0 waits a little longer for a late rank."""
 
 
 @dataclass
@@ -139,6 +140,8 @@ class World:
         membership, self._membership = self._membership, None
         if membership is None:
             return
+        if membership.watch is not None:
+            membership.watch.announce_leaving()
         if dist.is_initialized():
             dist.destroy_process_group()
         if membership.watch is not None:
@@ -162,8 +165,18 @@ class World:
         """``sys.exit(status)`` inside the world."""
         if not status:
             self.close()
-        elif self._membership is not None and self._membership.watch is not None:
-            self._membership.watch.report_exit(status)
+            return
+        membership, self._membership = self._membership, None
+        if membership is not None and membership.watch is not None:
+            membership.watch.report_exit(status)
+
+    def _leave_at_exit(self, process: int) -> None:
+        """Leave where the script ends without ``close``: no thread may be inside the store when
+        the interpreter ends, it would abort (pytorch issue 38228)."""
+        membership = self._membership
+        if os.getpid() != process or membership is None or membership.watch is None:
+            return
+        leave(membership.watch, membership.timeout_seconds)
 
 
 def init_distributed(
@@ -214,7 +227,7 @@ def init_distributed(
     ranks = _share_facts(meeting, control)
     if watch is not None:
         watch.peers.places = [fact.place for fact in ranks]
-    return World(
+    world = World(
         env=meeting.env,
         device=device,
         backend=backend,
@@ -223,6 +236,8 @@ def init_distributed(
         rendezvous_seconds=time.monotonic() - started,
         _membership=Membership(watch, timeout_seconds),
     )
+    atexit.register(world._leave_at_exit, os.getpid())
+    return world
 
 
 def _watch_for_failure(
