@@ -13,7 +13,7 @@ LOOP, TRAINER = re.findall(r"^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTIL
 def test_documented_loop_trains(tmp_path: Path) -> None:
     script = tmp_path / "loop.py"
     script.write_text(LOOP)
-    # 1000 samples: the last batch of 232 gives the rank with a share of 1 of 256 one sample; 0 stays 0.
+    # 1000 samples: of the last batch of 232 the rank with 1 of 256 gets one sample; 0 stays 0.
     plan = {"DDP_SLURM_SHARES": "1,255,0"}
     with world(tmp_path, (1, 2), example, script, [], environ=plan) as running:
         assert running.results() == [None] * 3

@@ -1,4 +1,4 @@
-"""Killed anywhere, a run goes on from its last whole snapshot and ends as if nothing had happened."""
+"""Killed anywhere, a run continues from its last whole snapshot and ends with the same bits."""
 
 import random
 import subprocess
@@ -82,7 +82,7 @@ LATEST = {"step": 8, "write": 300, "fsync": 8, "replace": 8}
 def test_kills_at_any_moment_change_no_bit_of_the_end(
     tmp_path: Path, tasks: tuple[int, ...], settings: Run, kills: int, least_of_a_kind: int
 ) -> None:
-    """Lives of random length, one after another: a rank dies in a step, or rank 0 in a write, fsync or rename."""
+    """Lives of random length: a rank dies in a step, or rank 0 in a write, fsync or rename."""
     chance = random.Random(2026)
     expected = train_uninterrupted(tmp_path / "uninterrupted", tasks, settings)
     total, kinds, chain = 0, Counter[str](), 0
@@ -125,7 +125,7 @@ def test_snapshot_is_on_the_disk_before_it_gets_its_name(uninterrupted: list[Rep
 def test_kill_in_a_write_and_damage_lead_to_the_previous(
     tmp_path: Path, uninterrupted: list[Report]
 ) -> None:
-    """Two files are whole after steps 2 and 4, rank 0 dies in the write of the third, and the second is damaged."""
+    """Whole after steps 2 and 4; rank 0 dies in the third write, and the second is damaged."""
     path, moments = tmp_path / "snapshot.pt", uninterrupted[0].moments
     third_fsync = [place for place, name in enumerate(moments) if name == "before fsync"][
         4

@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 def test_batchnorm_statistics_are_weighted_by_samples(
     tmp_path: Path, counts: list[int], mean: float
 ) -> None:
-    # where the last rank has no sample the layer is an InstanceNorm with statistics, which is no BatchNorm
+    # Without samples on the last rank the layer is an InstanceNorm with statistics.
     for rank, (averaged, own) in enumerate(
         run_world(tmp_path, (1, 2), averaged_statistics, counts)
     ):
@@ -127,12 +127,14 @@ def test_precision_auto_is_what_all_cards_support(
     [
         (
             "bf16",
-            r"bf16 needs compute capability 8\.0 on every rank, but rank 0 on gamma has NVIDIA TITAN V with 7\.0, "
+            r"bf16 needs compute capability 8\.0 on every rank, but rank 0 on gamma has NVIDIA "
+            r"TITAN V with 7\.0, "
             r"rank 2 on delta has NVIDIA GTX 1080 with 6\.1",
         ),
         (
             "fp16",
-            r"fp16 needs compute capability 7\.0 on every rank, but rank 2 on delta has NVIDIA GTX 1080 with 6\.1",
+            r"fp16 needs compute capability 7\.0 on every rank, but rank 2 on delta has NVIDIA "
+            r"GTX 1080 with 6\.1",
         ),
         ("bf61", "precision 'bf61'; did you mean 'bf16'"),
     ],

@@ -1,15 +1,19 @@
 """Every sample once an epoch, on whichever rank; an order that depends on seed and epoch alone."""
 
+import collections
+import collections.abc
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ddp_slurm.training import BalancedIterable, BalancedSampler, BalanceError
-from ddp_slurm.training.uneven.sampler import seed_of
+from ddp_slurm.training.uneven.sampler import emptied, seed_of
 
 shares = st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(any)
 lengths = st.integers(0, 200)
@@ -173,7 +177,139 @@ def test_collate_gives_an_empty_batch_without_samples() -> None:
     assert [len(part) for part in empty["y"]] == [0, 0]
 
 
+Pair = collections.namedtuple("Pair", ["inputs", "target"])
+
+
+class Fields(collections.abc.Mapping):
+    """A Mapping that cannot be changed."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values_by_name = values
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values_by_name[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values_by_name)
+
+    def __len__(self) -> int:
+        return len(self.values_by_name)
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        Pair(torch.ones(3), 1),
+        (Pair(torch.ones(3), 1), {"mask": torch.ones(2), "name": "a"}),
+        {"inputs": torch.ones(3), "more": Pair(1.0, (2, 3))},
+        collections.OrderedDict(inputs=torch.ones(3)),
+        collections.UserDict(inputs=torch.ones(3), target=1),
+        Fields({"inputs": torch.ones(3), "target": 1}),
+        [torch.ones(3), [1, "a"]],
+        (np.ones(3), np.float32(1)),
+    ],
+    ids=lambda sample: type(sample).__name__,
+)
+def test_collate_keeps_the_structure_of_a_batch(sample: Any) -> None:
+    sampler = BalancedSampler([sample] * 9, [1, 7], 0)
+    whole, empty = sampler.collate([sample]), sampler.collate([])
+    assert shape_of(empty) == shape_of(whole, samples=0)
+
+
+def shape_of(batch: Any, samples: int | None = None) -> Any:
+    """Types and shapes, of ``samples`` samples if given."""
+    if isinstance(batch, torch.Tensor):
+        length = len(batch) if samples is None else samples
+        return batch.dtype, (length, *batch.shape[1:])
+    if isinstance(batch, collections.abc.Mapping):
+        parts = {name: shape_of(part, samples) for name, part in batch.items()}
+        return type(batch), parts
+    if all(isinstance(part, str) for part in batch):
+        return type(batch), len(batch) if samples is None else samples
+    return type(batch), [shape_of(part, samples) for part in batch]
+
+
 def test_collate_empties_texts_and_needs_the_data_set() -> None:
     assert BalancedSampler([("a text", 1)], [0, 1], 0).collate([])[0] == ()
     with pytest.raises(BalanceError, match="give BalancedSampler the data set, not its length"):
         BalancedSampler(9, [0, 1], 0).collate([])
+
+
+def test_collate_refuses_a_batch_that_cannot_be_emptied() -> None:
+    with pytest.raises(BalanceError, match="a batch of type int cannot be emptied"):
+        emptied({"size": 3})
+
+
+class SplittingStream(IterableDataset[int]):
+    """Gives each loader worker a part, as most streamed data sets do; shuffles by epoch."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.epoch = length, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        start, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.epoch))
+        return iter(order.tolist()[start::step])
+
+
+@pytest.mark.parametrize(
+    ("shares", "persistent", "method"),
+    [([5, 7], False, "fork"), ([5, 7], True, "fork"), ([12], True, "spawn")],
+)
+def test_iterable_of_a_splitting_stream_loses_nothing(
+    shares: list[int], persistent: bool, method: str
+) -> None:
+    loaders = []
+    for rank in range(len(shares)):
+        balanced = BalancedIterable(SplittingStream(101), shares, rank)
+        loader = DataLoader(
+            balanced,
+            batch_size=None,
+            num_workers=2,
+            persistent_workers=persistent,
+            multiprocessing_context=method,
+        )
+        loaders.append((balanced, loader))
+    orders = []
+    for epoch in (0, 1):
+        parts = []
+        for balanced, loader in loaders:
+            balanced.set_epoch(epoch)
+            parts.append([batch.tolist() for batch, _, _ in loader])
+        order = [index for step in zip(*parts, strict=True) for part in step for index in part]
+        expected = SplittingStream(101)
+        expected.set_epoch(epoch)
+        assert order == list(expected)
+        orders.append(order)
+    assert orders[0] != orders[1]
+
+
+def test_iterable_refuses_a_forgotten_epoch_in_persistent_workers() -> None:
+    balanced = BalancedIterable(SplittingStream(20), [5], 0)
+    loader = DataLoader(balanced, batch_size=None, num_workers=1, persistent_workers=True)
+    assert len(list(loader)) == 4
+    with pytest.raises(BalanceError, match=r"Call balanced\.set_epoch\(epoch\) in each epoch"):
+        list(loader)
+
+
+def test_iterable_set_epoch_needs_a_stream_with_one() -> None:
+    with pytest.raises(BalanceError, match="the stream, a Stream, has no set_epoch"):
+        BalancedIterable(Stream(3), [1], 0).set_epoch(1)
+
+
+def test_iterable_gives_the_worker_back_after_an_epoch() -> None:
+    class Asks(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            yield 0 if get_worker_info() is None else 1
+
+    class Collates(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            for batch, _, _ in BalancedIterable(Asks(), [1], 0, collate=list):
+                yield batch
+            yield get_worker_info() is not None
+
+    assert list(DataLoader(Collates(), batch_size=None, num_workers=1)) == [[0], True]

@@ -43,7 +43,7 @@ def names(folder: Path) -> list[str]:
 
 @pytest.fixture
 def snapshot(tmp_path: Path) -> Snapshot:
-    """A snapshot of step 2, with that of step 1 as the previous one, in a folder with a hostile name."""
+    """Of step 2, with that of step 1 as the previous one, in a folder with a hostile name."""
     snapshot = Snapshot(tmp_path / 'a folder\'s "name"\n' / "snap shot.pt")
     snapshot.save(state(1))
     snapshot.save(state(2))
@@ -251,9 +251,9 @@ def test_snapshot_full_disk_keeps_the_existing_files(small_disk: Path) -> None:
     with pytest.raises(SnapshotError) as caught:
         snapshot.save(state(3, size=50_000))
     assert re.search(
-        r"cannot write the snapshot .*No space left on device \(ENOSPC\); each snapshot needs 200,000 "
-        r"bytes, up to three files exist at once, and [0-9,]+ bytes are free in .*disk; the one before "
-        "it stays",
+        r"cannot write the snapshot .*No space left on device \(ENOSPC\); each snapshot needs "
+        r"200,000 bytes, up to three files exist at once, and [0-9,]+ bytes are free in .*disk; "
+        "the one before it stays",
         str(caught.value),
     )
     assert step(snapshot) == 2

@@ -55,7 +55,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def test_trainer_clips_the_unscaled_gradient(tmp_path: Path) -> None:
-    """fp16 multiplies the loss by 65,536: clipping before that is taken back would leave next to nothing of a step."""
+    """fp16 multiplies the loss by 65,536: clipped before the division, next to nothing is left."""
     settings = Run(
         (2, 5),
         tmp_path / "s.pt",
@@ -89,7 +89,7 @@ def test_trainer_on_any_ranks_equals_one_process(
 
 
 def test_trainer_resumes_on_five_ranks_after_seven(tmp_path: Path) -> None:
-    """Stopped by a signal within an epoch, resumed on fewer ranks: each sample exactly once, and the same result."""
+    """Stopped by a signal within an epoch: each sample exactly once, and the same result."""
     whole = Run(
         (1, 2, 3, 6, 4, 0, 5),
         tmp_path / "s.pt",
@@ -107,7 +107,7 @@ def test_trainer_resumes_on_five_ranks_after_seven(tmp_path: Path) -> None:
     assert {(report.finished, report.step, report.first_step) for report in resumed} == {
         (True, 20, stopped_after)
     }
-    # Every rank's source notes what it gave; the last batch of the stopped run was drawn but not trained on.
+    # The sources note what they gave; the stopped run's last batch was not trained on.
     first = [index for report in begun for step in report.seen[:stopped_after] for index in step]
     steps_left = 10 - stopped_after
     second = [index for report in resumed for step in report.seen[:steps_left] for index in step]
@@ -132,7 +132,7 @@ def test_trainer_signal_to_one_rank_stops_all_ranks(
     assert len({report.step for report in stopped}) == 1
     assert not any(report.finished for report in stopped)
     assert marker.exists()
-    # The snapshot's own model has the statistics averaged by samples; all batches since the last evaluation were whole.
+    # The snapshot's model has the statistics averaged by samples; all batches were whole.
     saved = torch.load(settings.snapshot, weights_only=True)["state"]["model"]["norm.running_mean"]
     one, other = (torch.tensor(report.own_batchnorm, dtype=torch.float64) for report in stopped)
     assert stopped[0].step % 6 != 0
@@ -221,7 +221,7 @@ def test_trainer_started_again_when_finished_records_nothing(tmp_path: Path) -> 
 
 
 def test_trainer_overflow_on_one_rank_skips_on_all(tmp_path: Path) -> None:
-    """fp16 with a sample that overflows: the step is skipped, the scale lowered, the same bits everywhere."""
+    """fp16 with a sample that overflows: no step, a lower scale, the same bits everywhere."""
     settings = Run(
         (3, 5),
         tmp_path / "s.pt",

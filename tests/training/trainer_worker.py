@@ -1,4 +1,4 @@
-"""A Trainer on the ranks of a test world, with a kill, a signal or a full disk at a chosen moment."""
+"""A Trainer on the ranks of a test world; a kill, a signal or a full disk at a chosen moment."""
 
 import builtins
 import contextlib
@@ -24,7 +24,7 @@ from .worlds import tell
 
 @dataclass(frozen=True)
 class Run:
-    """``kill`` is (rank, kind, n): the rank kills itself at its n-th moment of that kind, see ``_Killer``.
+    """``kill`` is (rank, kind, n): the rank dies at its n-th moment of that kind, see ``_Killer``.
 
     ``usr2`` is (rank, step) of a signal; ``fill`` is (file, step): it takes the rest of its disk.
     """
@@ -99,7 +99,7 @@ class RecordingSource(ResidentTensors):
 
 
 class _Killer:
-    """Counts the moments of a rank's life (steps, and every write, fsync and rename of a snapshot), and ends it at one.
+    """Counts the moments of a rank's life (steps; write, fsync, rename), and ends it at one.
 
     ``kind`` is a part of the name of a moment: of "before replace", for example.
     """
@@ -155,7 +155,7 @@ class _Killer:
 
 
 class _Wrapped:
-    """A file whose ``write`` is another function; torch.save takes any object with these methods."""
+    """A file whose ``write`` is another function."""
 
     def __init__(self, file: Any, write: Callable[[Any], int]) -> None:
         self._file, self.write = file, write

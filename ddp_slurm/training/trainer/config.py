@@ -8,6 +8,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ddp_slurm.balance import BalanceError
 from ddp_slurm.training.snapshot import Snapshot
 from ddp_slurm.training.trainer.records import Recorder
+from ddp_slurm.training.uneven.weighted_loss import TargetWeight
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,13 @@ class TrainerConfig:
     micro_batch: int | None = None
     """The most samples that a rank runs at once; a larger share is accumulated over several
     backward passes. None: the whole share."""
+    target_weight: TargetWeight | None = None
+    """Targets to the sum of their weights, if ``loss_function`` divides by it instead of by the
+    number of samples: class weights, ignored targets, tokens. None: known for ``cross_entropy``,
+    ``nll_loss`` and their modules; any other loss is taken for a mean over samples."""
+    check_loss: bool = True
+    """Raise an error if the loss of a batch is not the (weighted) mean of those of its halves: the
+    gradient would then depend on the shares. Checked in steps 1, 2, 4, 8 and so on."""
     precision: str = "auto"
     """``fp32``, ``fp16``, ``bf16``, or ``auto``: the first of bf16, fp16, fp32 that every rank's
     card computes in hardware. The parameters stay as they are; autocast converts."""

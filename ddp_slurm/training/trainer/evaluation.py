@@ -8,16 +8,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_slurm.balance import apportion
+from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.training.data import DataError, Source, Span
 from ddp_slurm.training.trainer.precision import Precision
-from ddp_slurm.training.uneven.gradients import LossFunction
+from ddp_slurm.training.uneven.gradients import LossFunction, find_ddp
+from ddp_slurm.training.uneven.weighted_loss import WeightedLoss
 
 
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
     source: Source,
-    loss_function: LossFunction,
+    loss_function: LossFunction | WeightedLoss,
     *,
     rank: int,
     shares: list[int],
@@ -30,31 +32,51 @@ def evaluate(
     DDP: no rank waits for another until the sums are reduced. All ranks call it and get the same
     values.
 
-    Raises DataError, on every rank, if ``source`` has no samples.
+    Raises DataError, on every rank, if ``source`` has no samples, and DdpSlurmError if there is a
+    DDP module inside of ``model``, whose forward would wait for the other ranks.
     """
     if len(source) == 0:
         raise DataError("the evaluation data have no samples")
-    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    inner = without_ddp(model)
     spans = _own_spans(len(source), shares, rank, batch_size)
-    sums = torch.zeros(4, dtype=torch.float64, device=source.device)
-    loss_sum, correct, classified, seen = sums.unbind()  # views: adding to one changes sums
+    loss = loss_function
+    if not isinstance(loss, WeightedLoss):
+        loss = WeightedLoss(loss)
+    sums = torch.zeros(5, dtype=torch.float64, device=source.device)
+    loss_sum, weight, correct, classified, seen = sums.unbind()  # views: += changes sums
     with _evaluation_mode(inner):
         for inputs, targets in source.batches(torch.arange(len(source)), spans, epoch=0):
             with precision.autocast():
                 outputs = inner(inputs)
-                loss = loss_function(outputs, targets)
+                if not loss.is_empty(targets):
+                    value, factor = loss.value_and_factor(outputs, targets)
+                    loss_sum += value.double() * factor
+                    weight += loss.weight(targets)
             samples = len(targets)
-            loss_sum += loss.double() * samples
             seen += samples
             if _are_classes(outputs, targets):
                 correct += (outputs.argmax(dim=1) == targets).sum()
                 classified += samples
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(sums)
-    result = {"loss": (loss_sum / seen).item(), "samples": seen.item()}
+    result = {"loss": (loss_sum / weight).item(), "samples": seen.item()}
     if classified == seen:
         result["accuracy"] = (correct / seen).item()
     return result
+
+
+def without_ddp(model: nn.Module) -> nn.Module:
+    """The module in a DDP wrapper. Raises DdpSlurmError for a DDP module deeper in ``model``."""
+    ddp = find_ddp(model)
+    if ddp is None:
+        return model
+    if ddp is model:
+        inner: nn.Module = ddp.module
+        return inner
+    raise DdpSlurmError(
+        f"there is a DistributedDataParallel module inside of {type(model).__name__}, which makes "
+        "the ranks wait for each other in every forward; pass the model without it"
+    )
 
 
 def _own_spans(samples: int, shares: list[int], rank: int, batch_size: int) -> list[Span]:

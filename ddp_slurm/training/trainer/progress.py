@@ -49,16 +49,15 @@ class Progress:
 
     def _report(self, done: int) -> None:
         world, loss_sum = self.trainer.world, self.trainer.optimizer_step.loss_sum
-        # Of each rank: sum of losses, samples.
-        sums = torch.zeros(world.world_size, 2, dtype=torch.float64)
-        sums[world.rank, 0] = loss_sum.total()
-        sums[world.rank, 1] = loss_sum.samples
+        # Of each rank: sum of losses, sum of their weights, samples.
+        sums = torch.zeros(world.world_size, 3, dtype=torch.float64)
+        sums[world.rank] = torch.tensor([*loss_sum.totals(), loss_sum.samples])
         now = time.perf_counter()
         dist.all_reduce(sums, group=world.control)
         loss_sum.reset()
         if world.rank == 0:
-            losses, counts = sums.unbind(dim=1)
-            loss = (losses.sum() / counts.sum()).item()
+            losses, weights, counts = sums.unbind(dim=1)
+            loss = (losses.sum() / weights.sum()).item()
             rates = (counts / (now - self.since)).tolist()
             self._print(done, loss, rates, now)
             self._record(loss, rates)

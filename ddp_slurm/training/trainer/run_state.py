@@ -26,7 +26,7 @@ def run_state(trainer: Trainer) -> dict[str, Any]:
     own = {
         "random": random_state(world.device),
         "batchnorm": trainer.batchnorm.own_state(),
-        "loss": [loss_sum.total(), loss_sum.samples],
+        "loss": [*loss_sum.totals(), loss_sum.samples],
     }
     rows: list[dict[str, Any] | None] | None = None
     if world.rank == 0:
@@ -71,7 +71,10 @@ def load_run_state(trainer: Trainer, state: dict[str, Any]) -> None:
         own = state["ranks"][trainer.world.rank]
         set_random_state(own["random"], trainer.world.device)
         trainer.batchnorm.load_own_state(own["batchnorm"])
-        trainer.optimizer_step.loss_sum.reset(*own["loss"])
+        loss, *weights, samples = own["loss"]
+        # Snapshots of version 1 have no weight: it was the number of samples.
+        weight = weights[0] if weights else samples
+        trainer.optimizer_step.loss_sum.reset(loss, weight, samples)
 
 
 def _check_same(trainer: Trainer, state: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -13,31 +14,34 @@ from ddp_slurm.training.process_group import World
 from ddp_slurm.training.trainer.config import TrainerConfig
 from ddp_slurm.training.trainer.precision import Precision
 from ddp_slurm.training.uneven.gradients import (
-    LossFunction,
     has_sync_batchnorm,
-    loss_weight,
     no_sample_loss,
     wrap_model,
 )
+from ddp_slurm.training.uneven.weighted_loss import WeightedLoss
 
 
 class LossSum:
-    """The sum of this rank's losses per sample, and the number of samples, since the last reset."""
+    """This rank's losses since the last reset: their sum, the sum of their weights, the samples."""
 
     def __init__(self, device: torch.device) -> None:
-        self._total = torch.zeros((), dtype=torch.float64, device=device)
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
         self.samples = 0
 
-    def add(self, mean_loss: Tensor, samples: int) -> None:
-        self._total += mean_loss.detach().double() * samples
+    def add(self, loss: Tensor, weight: float | Tensor, samples: int) -> None:
+        """``loss`` is a sum over targets, ``weight`` the sum of their weights."""
+        self._sums[0] += loss
+        self._sums[1] += weight
         self.samples += samples
 
-    def total(self) -> float:
-        """Waits for the GPU."""
-        return float(self._total.item())
+    def totals(self) -> tuple[float, float]:
+        """Sum of losses and sum of weights. Waits for the GPU."""
+        loss, weight = self._sums.tolist()
+        return loss, weight
 
-    def reset(self, total: float = 0.0, samples: int = 0) -> None:
-        self._total.fill_(total)
+    def reset(self, loss: float = 0.0, weight: float = 0.0, samples: int = 0) -> None:
+        self._sums[0] = loss
+        self._sums[1] = weight
         self.samples = samples
 
 
@@ -49,7 +53,7 @@ class OptimizerStep:
         world: World,
         model: nn.Module,
         optimizer: Optimizer,
-        loss_function: LossFunction,
+        loss: WeightedLoss,
         precision: Precision,
         config: TrainerConfig,
     ) -> None:
@@ -57,10 +61,12 @@ class OptimizerStep:
         if world.world_size > 1:
             self.model = wrap_model(model, world.device)
         self.optimizer = optimizer
-        self.loss_function = loss_function
+        self.loss = loss
         self.precision = precision
         self.scaler = precision.grad_scaler()
         self.loss_sum = LossSum(world.device)
+        self._steps = 0
+        self._check_loss = config.check_loss
         self._world_size = world.world_size
         self._clip_norm = config.clip_norm
         self._most_at_once = config.most_at_once
@@ -73,13 +79,15 @@ class OptimizerStep:
             inputs, targets: this rank's samples.
             counts: samples of every rank in this step.
         """
-        own, total = len(targets), sum(counts)
+        own = len(targets)
+        total = self._total_weight(targets, counts)
         rounds = self._rounds(own, max(counts))
+        self._steps += 1
         self.optimizer.zero_grad(set_to_none=True)
         for i in range(rounds):
             part = slice(own * i // rounds, own * (i + 1) // rounds)
             with self._reduction(is_last=i + 1 == rounds):
-                loss = self._weighted_loss(inputs[part], targets[part], total)
+                loss = self._scaled_loss(inputs[part], targets[part], total)
                 self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         if self._clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
@@ -99,13 +107,34 @@ class OptimizerStep:
         context: AbstractContextManager[object] = self.model.no_sync()
         return context
 
-    def _weighted_loss(self, inputs: Tensor, targets: Tensor, total: int) -> Tensor:
-        samples = len(targets)
-        if samples == 0 and not self._syncs_batchnorm:
-            return no_sample_loss(self.model)
+    def _total_weight(self, targets: Tensor, counts: Sequence[int]) -> float | Tensor:
+        """Of the whole global batch: its samples, or the sum of its targets' weights."""
+        if self.loss.is_sample_mean:
+            return sum(counts)
+        total = self.loss.weight(targets)
+        if self._world_size > 1:
+            dist.all_reduce(total)  # on the device: the CPU does not wait for it
+        return torch.where(total > 0, total, 1.0)
+
+    def _scaled_loss(self, inputs: Tensor, targets: Tensor, total: float | Tensor) -> Tensor:
+        """This micro-batch's part of the global batch's mean loss, times the world size."""
+        if self.loss.is_empty(targets):
+            self.loss_sum.samples += len(targets)
+            if not self._syncs_batchnorm:
+                return no_sample_loss(self.model)
+            with self.precision.autocast():
+                zero: Tensor = self.model(inputs).sum() * 0.0
+            return zero
         with self.precision.autocast():
             outputs = self.model(inputs)
-            loss = self.loss_function(outputs, targets) if samples else outputs.sum()
-        if samples:
-            self.loss_sum.add(loss, samples)
-        return loss * loss_weight(samples, total, self._world_size)
+            value, factor = self.loss.value_and_factor(outputs, targets)
+        if self._checks_loss():
+            self.loss.check(outputs, targets)
+        weight = len(targets) if self.loss.is_sample_mean else self.loss.weight(targets)
+        self.loss_sum.add(value.detach().double() * factor, weight, len(targets))
+        scaled: Tensor = value * (factor * self._world_size / total)
+        return scaled
+
+    def _checks_loss(self) -> bool:
+        """In steps 1, 2, 4, 8, ...: a check waits for the GPU."""
+        return self._check_loss and self._steps & (self._steps - 1) == 0

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ddp_slurm.balance import BalanceError
 from ddp_slurm.errors import DdpSlurmError
-from ddp_slurm.job_env import JobEnv
+from ddp_slurm.job_env import MEASURED, JobEnv
 from ddp_slurm.training.data import DataError, Source, as_source
 from ddp_slurm.training.process_group import World
 from ddp_slurm.training.process_group.stop_vote import StopVote
@@ -25,8 +25,9 @@ from ddp_slurm.training.trainer.saver import Saver
 from ddp_slurm.training.trainer.step import OptimizerStep
 from ddp_slurm.training.uneven.batchnorm import BatchNormStatistics
 from ddp_slurm.training.uneven.calibrate import TrainingStep, measured_shares
-from ddp_slurm.training.uneven.gradients import LossFunction
+from ddp_slurm.training.uneven.gradients import LossFunction, find_ddp
 from ddp_slurm.training.uneven.sampler import BalancedSampler, seed_of
+from ddp_slurm.training.uneven.weighted_loss import WeightedLoss
 
 EVALUATION_BATCH = 512
 """The most samples of one forward pass in an evaluation."""
@@ -51,7 +52,9 @@ class Trainer:
         world: from ``init_distributed``.
         model: on ``world.device``, without DistributedDataParallel: the Trainer adds it.
         optimizer: over the model's parameters.
-        loss_function: (outputs, targets) to the mean loss over the samples, a scalar.
+        loss_function: (outputs, targets) to the mean loss over the samples, a scalar; of
+            ``cross_entropy`` also with class weights, ignored targets or tokens. For other weighted
+            means see ``TrainerConfig.target_weight``.
         train_data, eval_data: a Source, a map-style Dataset of (input, target), or a DataLoader of
             one (its data set, ``collate_fn`` and ``num_workers`` are used).
         config: see TrainerConfig.
@@ -73,11 +76,16 @@ class Trainer:
         **settings: Any,
     ) -> None:
         config = replace(config, **settings) if config else TrainerConfig(**settings)
+        if find_ddp(model) is not None:
+            raise DdpSlurmError(
+                f"the model, a {type(model).__name__}, has DistributedDataParallel in it; pass it "
+                "without: the Trainer adds it"
+            )
         self.world = world
         self.module = model
         self.optimizer = optimizer
         self.scheduler = config.scheduler
-        self.loss_function = loss_function
+        self.loss = WeightedLoss(loss_function, config.target_weight)
         self.config = config
         self.train_data: Source = as_source(train_data, world.device)
         self.eval_data: Source | None = None
@@ -87,7 +95,7 @@ class Trainer:
         self.sampler = self._make_sampler()
         self.batchnorm = BatchNormStatistics(model)
         self.optimizer_step = OptimizerStep(
-            world, model, optimizer, loss_function, self.precision, config
+            world, model, optimizer, self.loss, self.precision, config
         )
         self.epoch, self.samples_done, self.step = 0, 0, 0
         self.records = Records(config.recorders)
@@ -139,7 +147,7 @@ class Trainer:
         metrics = evaluate(
             self.module,
             source,
-            self.loss_function,
+            self.loss,
             rank=self.world.rank,
             shares=self.sampler.shares,
             precision=self.precision,
@@ -165,11 +173,11 @@ class Trainer:
 
     def _choose_shares(self) -> Sequence[int]:
         config, world = self.config, self.world
-        if JobEnv.from_environ().balance != "measured":
+        if JobEnv.from_environ().balance != MEASURED:
             return world.planned_shares(config.global_batch)
         step = TrainingStep(
             self.module,
-            self.loss_function,
+            self.loss.function,
             self._any_batch,
             world.device,
             self.precision.autocast,

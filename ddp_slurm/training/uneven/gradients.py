@@ -28,18 +28,22 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 """(outputs, targets) to the mean loss over the samples, a scalar."""
 
 
-def loss_weight(local_samples: int, global_samples: int, world_size: int | None = None) -> float:
+def loss_weight(
+    local_samples: float, global_samples: float, world_size: int | None = None
+) -> float:
     """The factor for a micro-batch's mean loss before ``backward``.
 
     Args:
-        local_samples: samples that the mean was taken over.
-        global_samples: samples of the whole optimizer step: all ranks, all micro-batches.
+        local_samples: samples that the mean was taken over; if it is not over samples, the sum of
+            weights that it was divided by.
+        global_samples: the same of the whole optimizer step: all ranks, all micro-batches.
         world_size: default that of the default process group.
 
     >>> loss_weight(72, 101, world_size=7) * 101 / 7
     72.0
     """
-    if not 0 <= local_samples <= global_samples or global_samples == 0:
+    rounding = 1e-9 * global_samples
+    if not 0 <= local_samples <= global_samples + rounding or global_samples == 0:
         raise ValueError(f"{local_samples} samples of a global batch of {global_samples}")
     size = dist.get_world_size() if world_size is None else world_size
     return local_samples * size / global_samples

@@ -4,7 +4,7 @@ not depend on the ranks."""
 import contextlib
 import copy
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
 from itertools import accumulate, islice
 from typing import Any
 
@@ -159,10 +159,13 @@ def emptied(batch: Any) -> Any:
 
 def _emptied_mapping(batch: Mapping[Any, Any]) -> Any:
     values = {key: emptied(value) for key, value in batch.items()}
-    try:  # as default_collate makes a batch of the samples' own type
-        empty: Any = copy.copy(batch)
+    make: Any = type(batch)
+    try:  # in the ways in which default_collate makes a batch of the samples' own type
+        if not isinstance(batch, MutableMapping):
+            return make(values)
+        empty = copy.copy(batch)
         empty.update(values)
-    except (TypeError, AttributeError):
+    except TypeError:
         return values
     return empty
 
