@@ -132,6 +132,16 @@ CASES = [
     ),
     case(
         "GPU driver",
+        E,
+        "beta",
+        r"kernel module 580\.159\.04, library 535\.183\.01",
+        beta={
+            "nvidia.module": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  "
+            "Release Build  (nixbld@)"
+        },
+    ),
+    case(
+        "GPU driver",
         W,
         "beta",
         "infoROM is corrupted at gpu",

@@ -138,7 +138,8 @@ def _kernel_module_version(facts: Facts) -> str | None:
     block = facts.block("nvidia.module")
     if block is None:
         return None
-    match = re.search(r"Kernel Module\D*?\s(\d+\.\d+(?:\.\d+)?)\s", block.text)
+    # "Kernel Module  535.183.01  Sun", or "Open Kernel Module for x86_64  580.159.04  Release"
+    match = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", block.text)
     return match[1] if match else None
 
 
