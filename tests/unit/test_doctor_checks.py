@@ -174,7 +174,7 @@ CASES = [
         "no permission for munge's socket /run/munge/munge.socket.2",
         beta={
             "unmunge!": '6 unmunge: Error: Failed to access "/run/munge/munge.socket.2": '
-            "Permission denied"
+            "Permission denied (Did you start munged?)"
         },
     ),
     case(
