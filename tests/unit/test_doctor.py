@@ -137,7 +137,10 @@ def test_munge_key_munged_running_nowhere_is_an_error() -> None:
 
 
 def test_munge_key_reports_a_socket_without_permission() -> None:
-    message = 'munge: Error: Failed to access "/run/munge/munge.socket.2": Permission denied (Did you start munged?)'
+    message = (
+        'munge: Error: Failed to access "/run/munge/munge.socket.2": Permission denied '
+        "(Did you start munged?)"
+    )
     refused = snapshot(everywhere={"unmunge": None, "credential!": f"6 {message}"})
     findings = diagnose(Snapshot(CLUSTER, refused.facts, {}, None))
     reports = [f for f in findings if f.check == "munge key"]
