@@ -145,7 +145,9 @@ def _submit_to_slurm(plan: Plan, request: Request, *, dry_run: bool, follow: boo
         print(script, end="")
         return
     from ddp_slurm.runs.keep import make_runs_folder
+    from ddp_slurm.runs.limits import warn_of_partition_limits
 
+    warn_of_partition_limits(plan)
     unused = _sbatch_variables()
     if unused:
         console.say(f"not used: {', '.join(unused)}; give submit's own options instead")

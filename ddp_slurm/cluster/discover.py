@@ -10,6 +10,7 @@ from ddp_slurm.console import Commands, add_command, say
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.schema.schema import Invalid
 from ddp_slurm.slurm_client.commands import ask_slurm
+from ddp_slurm.slurm_client.partition_limits import allows_user
 from ddp_slurm.slurm_client.records import (
     Gres,
     NodeRecord,
@@ -18,6 +19,7 @@ from ddp_slurm.slurm_client.records import (
     read_partitions,
     unavailable_words,
 )
+from ddp_slurm.user import group_names, user_name
 
 WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@-]*")
 """What cluster.yaml takes as the name of a partition or a feature."""
@@ -32,7 +34,7 @@ class DiscoverError(DdpSlurmError):
 
 @dataclass(frozen=True, slots=True)
 class Discovered:
-    """The usable nodes, and a line for each thing that was left out."""
+    """The usable nodes, and a line for each thing that was left out or has to be known."""
 
     cluster: Cluster
     left_out: tuple[str, ...]
@@ -88,9 +90,10 @@ def cluster_of(nodes: str, partitions: str, name: str) -> Discovered:
 
     Raises DiscoverError where no usable node has a GPU.
     """
-    open_partitions = _open_partitions(read_partitions(partitions))
+    open_partitions, closed = _open_partitions(read_partitions(partitions))
     usable: list[Node] = []
-    left_out: list[str] = []
+    used: dict[str, PartitionRecord] = {}
+    left_out = [f"left out: partition {line}" for line in closed]
     for record in read_nodes(nodes):
         here = [p for p in open_partitions if p.name in record.partitions]
         error = _why_unusable(record, here)
@@ -101,19 +104,44 @@ def cluster_of(nodes: str, partitions: str, name: str) -> Discovered:
                 error = f"cluster.yaml cannot hold it: {invalid}"
             else:
                 usable.append(node)
+                used[here[0].name] = here[0]
                 left_out += [f"left out: {record.name}: {what}" for what in dropped]
         if error:
             left_out.append(f"left out: {record.name}: {error}")
     if not any(node.gpus for node in usable):
         message = f"Slurm's cluster {name!r} has no usable node with a GPU (gres/gpu)"
         raise DiscoverError("\n".join([*left_out, message]))
-    return Discovered(Cluster(name, tuple(usable)), tuple(left_out))
+    notes = [_accounts_note(partition) for partition in used.values() if partition.allowed_accounts]
+    return Discovered(Cluster(name, tuple(usable)), tuple(left_out + notes))
 
 
-def _open_partitions(partitions: list[PartitionRecord]) -> list[PartitionRecord]:
-    """Those that take jobs: the default first, then the largest."""
-    opened = [p for p in partitions if p.state == "UP" and not p.root_only]
-    return sorted(opened, key=lambda p: (not p.is_default, -p.total_nodes))
+def _accounts_note(partition: PartitionRecord) -> str:
+    accounts = ",".join(partition.allowed_accounts)
+    return f"partition {partition.name} takes the accounts {accounts} only: give one by --account"
+
+
+def _open_partitions(
+    partitions: list[PartitionRecord],
+) -> tuple[list[PartitionRecord], list[str]]:
+    """Those that take this user's jobs, and a line for each that takes only those of others.
+
+    The default comes first, then those that take every account, then the largest.
+    """
+    user, groups = user_name(), group_names()
+    opened = []
+    closed = []
+    for partition in partitions:
+        if partition.state != "UP" or partition.root_only:
+            continue
+        if not allows_user(partition, user, groups):
+            allowed = ",".join(partition.allowed_groups)
+            closed.append(f"{partition.name}: {user} is in none of its AllowGroups, {allowed}")
+        elif not partition.is_default and not WORD.fullmatch(partition.name):
+            closed.append(f"{partition.name}: cluster.yaml cannot hold its name")
+        else:
+            opened.append(partition)
+    opened.sort(key=lambda p: (not p.is_default, bool(p.allowed_accounts), -p.total_nodes))
+    return opened, closed
 
 
 def _why_unusable(node: NodeRecord, open_partitions: list[PartitionRecord]) -> str | None:

@@ -91,7 +91,8 @@ def test_free_text_recorded_on_live_daemons(release: str) -> None:
     (beta,) = found.cluster.nodes
     assert (beta.name, beta.gres, beta.cpus, beta.memory_mb) == ("beta", "gpu:v100:2", 16, 122880)
     assert beta.partition is None
-    alpha, gamma = found.left_out
+    partition, alpha, gamma = found.left_out
+    assert partition == "left out: partition big mem: cluster.yaml cannot hold its name"
     assert alpha == "left out: alpha: its state is IDLE+DRAIN: fan"
     assert "gamma: its state is" in gamma
     assert "MAINT" in gamma
@@ -215,6 +216,64 @@ def test_partition(partitions: list[tuple[str, str]], chosen: str | None) -> Non
     assert first_node(("Partitions=main", "Partitions=all,main"), partitions=text) == Node(
         "n1", (GpuModel(type="a100", count=4),), 8, 30720, partition=chosen
     )
+
+
+LIMITED = "AllowGroups=adm,sudo AllowAccounts=ALL State=UP RootOnly=NO"
+
+
+@pytest.mark.parametrize(
+    ("user", "groups", "chosen"),
+    [("ann", {"users"}, "main"), ("ann", {"sudo"}, "big"), ("root", set(), "big")],
+)
+def test_partition_of_other_groups_is_left_out(
+    user: str, groups: set[str], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddp_slurm.cluster.discover.user_name", lambda: user)
+    monkeypatch.setattr("ddp_slurm.cluster.discover.group_names", lambda: frozenset(groups))
+    partitions = (
+        f"PartitionName=big {LIMITED} Default=NO TotalNodes=9\n"
+        "PartitionName=main AllowGroups=ALL AllowAccounts=ALL State=UP RootOnly=NO Default=NO"
+    )
+    found = read(("Partitions=main", "Partitions=big,main"), partitions=partitions)
+    assert found.cluster.nodes[0].partition == chosen
+    message = "left out: partition big: ann is in none of its AllowGroups, adm,sudo"
+    assert (message in found.left_out) == (chosen == "main")
+
+
+def test_partition_of_every_account_is_preferred() -> None:
+    limited = "PartitionName=big AllowAccounts=phys State=UP RootOnly=NO TotalNodes=9"
+    everybody = "PartitionName=main AllowAccounts=ALL State=UP RootOnly=NO TotalNodes=1"
+    change = ("Partitions=main", "Partitions=big,main")
+    assert first_node(change, partitions=f"{limited}\n{everybody}").partition == "main"
+    found = read(change, partitions=limited)
+    assert found.cluster.nodes[0].partition == "big"
+    assert found.left_out == (
+        "left out: other: no open partition has it (Partitions=main)",
+        "partition big takes the accounts phys only: give one by --account",
+    )
+
+
+BLANK = "PartitionName=big mem\n   State=UP RootOnly=NO TotalNodes=9 Default={default}"
+
+
+@pytest.mark.parametrize(("default", "chosen"), [("NO", "main"), ("YES", None)])
+def test_partition_with_a_blank_in_its_name(default: str, chosen: str | None) -> None:
+    main = PARTITION.replace("Default=YES", "Default=NO")
+    text = f"{BLANK.format(default=default)}\n{main}"
+    node = first_node(("Partitions=main", "Partitions=big mem,main"), partitions=text)
+    assert node.partition == chosen
+
+
+def test_node_in_a_partition_with_a_blank_only() -> None:
+    nodes = NODE.replace("Partitions=main", "Partitions=big mem")
+    with pytest.raises(DiscoverError, match="no open partition has it"):
+        cluster_of(nodes, BLANK.format(default="NO"), "lab")
+
+
+def test_node_that_cluster_yaml_cannot_hold_is_left_out() -> None:
+    found = read(("Gres=gpu:a100:4", "Gres=gpu:99999999"))
+    assert [node.name for node in found.cluster.nodes] == ["other"]
+    assert "left out: n1: cluster.yaml cannot hold it: " in found.left_out[0]
 
 
 def test_no_node_to_train_on() -> None:
