@@ -83,14 +83,23 @@ def status_text(job: Job, state: JobState) -> str:
 
 
 def _status_row(component: ComponentState) -> tuple[str, ...]:
-    code = "-"
-    if component.signal:
-        code = f"signal {component.signal}"
-    elif component.exit_status is not None and component.state in FINAL_STATES:
-        code = str(component.exit_status)
     restarts = "-" if component.restarts is None else str(component.restarts)
-    nodes = component.nodes or "-"
-    return (component.job_id, component.state, nodes, component.reason or "-", code, restarts)
+    return (
+        component.job_id,
+        component.state,
+        component.nodes or "-",
+        component.reason or "-",
+        _exit_text(component),
+        restarts,
+    )
+
+
+def _exit_text(component: ComponentState) -> str:
+    if component.state not in FINAL_STATES:
+        return "-"  # of a requeued job Slurm still has its last end
+    if component.signal:
+        return f"signal {component.signal}"
+    return "-" if component.exit_status is None else str(component.exit_status)
 
 
 def _status_values(job: Job, state: JobState) -> dict[str, object]:

@@ -35,7 +35,7 @@ class Job:
         """The state by what slurmctld reported, else by what else is known."""
         state = conclude(shown, self.run)
         if self.run is not None:
-            state = settle(state)
+            state = settle(state, self.run)
             self.run.remember(state)
         return state
 

@@ -7,6 +7,7 @@ state that Slurm reported.
 
 import json
 import os
+import re
 import shlex
 import socket
 import time
@@ -18,10 +19,12 @@ from typing import Any
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.files import write_whole
 from ddp_slurm.job.runs_folder import RUNS_FOLDER, runs_folder
+from ddp_slurm.runs.log import tail
 from ddp_slurm.slurm_client.states import JobState
 
 RECORD = "run.json"
 EXIT_MARKER = "exit"
+MARKER_ROOM = ".exit"
 STOPPED_BY_A_SIGNAL = (129, 130, 131, 143)
 """Exit statuses of a launcher that ended by SIGHUP, SIGINT, SIGQUIT or SIGTERM."""
 LAST_LOOK = "state.json"
@@ -72,11 +75,23 @@ class Run:
         return plan
 
     def exit_marker(self) -> str | None:
-        """The text of the marker, None as long as there is none."""
+        """The text of the marker, None as long as there is none.
+
+        Where the job script could not write it, the last line of the log has the same.
+        """
         try:
             return (self.folder / EXIT_MARKER).read_text(errors="replace")
         except OSError:
-            return None
+            last_line = tail(Path(self.log), 1) if self.log else ""
+        match = re.search(r"^job script: no exit marker in .*: (status=\d+ .*)$", last_line)
+        return "\n".join(match[1].split()) if match else None
+
+    def has_begun(self) -> bool:
+        """Whether the job script began and could write here: it has made room for its marker."""
+        try:
+            return (self.folder / MARKER_ROOM).stat().st_size > 0
+        except OSError:
+            return False
 
     def leave_exit_marker(self, status: int) -> None:
         """For backends that stay in the terminal; under Slurm the job script does it."""

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from ddp_slurm.ask import Answer, Ask
 from ddp_slurm.slurm_client.commands import ask_slurm
 from ddp_slurm.slurm_client.records import Record, read_records
-from ddp_slurm.slurm_client.states import UNKNOWN, ComponentState, JobState
+from ddp_slurm.slurm_client.states import ENDED, UNKNOWN, ComponentState, JobState
 from ddp_slurm.slurm_client.whole_job import job_of
 
 SQUEUE_FORMAT = "%i|%T|%N|%r"
@@ -29,6 +29,9 @@ class Traces(Protocol):
 
     def last_look(self) -> JobState | None:
         """The final state that Slurm reported before."""
+
+    def has_begun(self) -> bool:
+        """Whether the job script began, and could write into the run folder."""
 
     def may_log_to(self, path: str | None) -> bool:
         """Whether the job may have this log: a later job can have the same number."""
@@ -110,18 +113,25 @@ def _accounted(job_id: str, ask: Ask) -> JobState | None:
     return job_of(leader_of(job_id), components, "sacct") if components else None
 
 
-def settle(state: JobState) -> JobState:
-    """For a job that was submitted: one that Slurm has forgotten and that left nothing has failed.
+def settle(state: JobState, traces: Traces | None = None) -> JobState:
+    """For a job that was submitted: one that Slurm has forgotten has ended.
 
-    Its script did not reach its exit marker: it was killed with SIGKILL, its node died, or it never
-    began.
+    It has failed where its script began and did not reach its exit marker: it was killed with
+    SIGKILL, or its node died. Else how it ended is not known.
     """
     if state.state != UNKNOWN or "Invalid job id" not in state.note:
         return state
+    if traces is not None and traces.has_begun():
+        note = (
+            "Slurm no longer knows the job, and it left no exit marker: it was killed, or its "
+            "first node died"
+        )
+        return replace(state, state="FAILED", note=note)
     note = (
-        "Slurm no longer knows the job and it left no exit marker: killed, or its first node died"
+        "Slurm no longer knows the job, and how it ended is not known: it never began, or its "
+        "nodes could not write into its run folder; see its log"
     )
-    return replace(state, state="FAILED", note=note)
+    return replace(state, state=ENDED, note=note)
 
 
 def active_states(job_ids: Iterable[str], ask: Ask = ask_slurm) -> dict[str, JobState]:

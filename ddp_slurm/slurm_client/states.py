@@ -27,6 +27,8 @@ WAITING_STATES = frozenset(
     {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 )
 UNKNOWN = "UNKNOWN"
+ENDED = "ENDED"
+"""The state of a job that is over, and of which nothing tells how."""
 CANNOT_START = "CANNOT_START"
 """The state of a job that waits in Slurm's queue for what will not happen."""
 HELD = "HELD"
@@ -74,7 +76,7 @@ class JobState:
 
     job_id: str
     state: str
-    """One of Slurm's states, UNKNOWN, CANNOT_START or HELD."""
+    """One of Slurm's states, UNKNOWN, ENDED, CANNOT_START or HELD."""
     source: str
     """Which of the sources knew it."""
     components: tuple[ComponentState, ...] = ()
@@ -85,7 +87,7 @@ class JobState:
 
     @property
     def is_final(self) -> bool:
-        return self.state in FINAL_STATES
+        return self.state in FINAL_STATES or self.state == ENDED
 
     @property
     def is_waiting(self) -> bool:
@@ -93,8 +95,11 @@ class JobState:
 
     @property
     def exit_status(self) -> int | None:
-        """Of the job script, 128 + signal where it was killed; None where it is not known."""
-        if not self.components:
+        """Of the job script, 128 + signal where it was killed.
+
+        None where it is not known, or the job has not ended.
+        """
+        if not self.is_final or not self.components:
             return None
         leader = self.components[0]
         return 128 + leader.signal if leader.signal else leader.exit_status

@@ -10,22 +10,26 @@ _ddp_say() {
   echo "job script: $1" >&2
 }
 
-# The exit marker keeps how this job ended after Slurm has forgotten it.
+# The exit marker keeps how this job ended after Slurm has forgotten it. Where it cannot be written,
+# the last line of the log keeps the same.
 _ddp_leave_exit_marker() {
-  local new=$_ddp_run_folder/.exit now
+  local new=$_ddp_run_folder/.exit now lines
   [[ -n $_ddp_run_folder ]] || return 0
   now=$(date -u +%Y-%m-%dT%H:%M:%SZ)
-  if printf '%s\n' "status=$1" "terminated=$_ddp_terminated" "ended=$now" \
-    "host=${SLURMD_NODENAME:-}" "restarts=$_ddp_restarts" >"$new"; then
-    mv -f -- "$new" "$_ddp_run_folder/exit" || true
+  lines=("status=$1" "terminated=$_ddp_terminated" "ended=$now" "host=${SLURMD_NODENAME:-}"
+    "restarts=$_ddp_restarts")
+  if ! printf '%s\n' "${lines[@]}" 1<>"$new" || ! mv -f -- "$new" "$_ddp_run_folder/exit"; then
+    _ddp_say "no exit marker in $_ddp_run_folder: ${lines[*]}"
   fi
 }
 
 _ddp_open_run_folder() {
   [[ -n $_ddp_runs_folder ]] || return 0
-  mkdir -p -- "$_ddp_runs_folder/$SLURM_JOB_ID" || return 0
   _ddp_run_folder=$_ddp_runs_folder/$SLURM_JOB_ID
+  mkdir -p -- "$_ddp_run_folder" || return 0
   rm -f -- "$_ddp_run_folder/exit" "$_ddp_run_folder/state.json"
+  # Space for the exit marker: the disk may be full at the end. It also shows that the job began.
+  printf '%254s\n' '' >"$_ddp_run_folder/.exit" || true
 }
 
 _ddp_on_exit() {

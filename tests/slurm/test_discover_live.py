@@ -109,7 +109,9 @@ NVIDIA_SMI = """\
 #!/bin/sh
 case $(hostname):$1 in
     alpha:*driver*)
-        for n in 0 1 2; do echo "$n, 00000000:0$n:00.0, 40960, 535.1, NVIDIA A100-PCIE-40GB"; done ;;
+        for n in 0 1 2; do
+            echo "$n, 00000000:0$n:00.0, 40960, 535.1, NVIDIA A100-PCIE-40GB"
+        done ;;
     gamma:*driver*) echo "0, 00000000:01:00.0, 12288, 535.1, NVIDIA TITAN V" ;;
     alpha:*) for n in 0 1 2; do echo "$n, 8.0"; done ;;
     *) echo "0, 7.0" ;;

@@ -5,6 +5,7 @@ import os
 import platform
 import pwd
 import re
+import shlex
 import shutil
 import socket
 import stat
@@ -382,13 +383,16 @@ echo "48 $state ${SLURM_RESTART_COUNT:-0} N/A"
 """
 
 
+RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
 @pytest.fixture
-def run_script(uneven: Path, hostile_folder: Path, tmp_path: Path) -> Callable[..., int]:
-    """Runs the job script with a stub of the given text for srun, and returns its status."""
+def run_script(uneven: Path, hostile_folder: Path, tmp_path: Path) -> RunScript:
+    """Runs the job script with a stub of the given text for srun."""
     stubs = tmp_path / "bin"
     stubs.mkdir()
 
-    def run(srun: str, env: dict[str, str], **options: str) -> int:
+    def run(srun: str, env: dict[str, str], **options: str) -> "subprocess.CompletedProcess[str]":
         # the stub runs in place of a subshell, whose parent is the script
         for name, text in {"srun": srun, "scontrol": "exit 0", "squeue": SQUEUE}.items():
             (stubs / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -403,7 +407,7 @@ def run_script(uneven: Path, hostile_folder: Path, tmp_path: Path) -> Callable[.
         }
         return subprocess.run(
             ["bash"], input=script, env=env, text=True, capture_output=True, timeout=60
-        ).returncode
+        )
 
     return run
 
@@ -426,7 +430,7 @@ def test_exit_marker_of_the_job_script(
     options: dict[str, str],
     env: dict[str, str],
     last: str,
-    run_script: Callable[..., int],
+    run_script: RunScript,
     hostile_folder: Path,
     tmp_path: Path,
 ) -> None:
@@ -437,23 +441,71 @@ def test_exit_marker_of_the_job_script(
     kept.mkdir()
     (kept / "exit").write_text("status=9\n")
     (kept / "state.json").write_text("{}")
-    status = run_script(body, env, **options)
+    status = run_script(body, env, **options).returncode
     if marker is not None:
         text = (kept / "exit").read_text()
-        assert re.fullmatch(rf"{marker}ended=\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\dZ\n{last}", text)
+        assert re.fullmatch(
+            rf"{marker}ended=\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\dZ\n{last}( *\n)?", text
+        )
         assert text.startswith(f"status={status}\n")
-    assert sorted(path.name for path in kept.iterdir()) == (["exit"] if marker else [])
+    assert sorted(path.name for path in kept.iterdir()) == (["exit"] if marker else [".exit"])
     assert not list(tmp_path.glob("tmp.*"))
 
 
-@pytest.mark.parametrize("in_the_way", ["48", "48/.exit/x"])
-def test_exit_marker_that_cannot_be_written(
-    in_the_way: str, run_script: Callable[..., int], hostile_folder: Path
+@pytest.mark.parametrize("in_the_way", ["48", "48/.exit/x", "48/.exit -> /dev/full"])
+@pytest.mark.parametrize(("status", "state"), [(0, "COMPLETED"), (3, "FAILED")])
+def test_log_has_the_exit_marker_that_cannot_be_written(
+    in_the_way: str,
+    status: int,
+    state: str,
+    run_script: RunScript,
+    hostile_folder: Path,
+    uneven: Path,
+    tmp_path: Path,
 ) -> None:
-    (hostile_folder / in_the_way).parent.mkdir(parents=True, exist_ok=True)
-    (hostile_folder / in_the_way).touch()
-    for status in (0, 3):
-        assert run_script(f"exit {status}", {}) == status
+    name, _, target = in_the_way.partition(" -> ")
+    (hostile_folder / name).parent.mkdir(parents=True, exist_ok=True)
+    if target:
+        (hostile_folder / name).symlink_to(target)
+    else:
+        (hostile_folder / name).touch()
+    done = run_script(f"exit {status}", {})
+    assert done.returncode == status
+    log = tmp_path / "48.out"
+    log.write_text(done.stderr)
+    run = keep(plan_of(uneven, output=str(log)), tmp_path / RUNS_FOLDER)
+    marker = parse_exit_marker(run.exit_marker() or "")
+    assert marker is not None
+    assert (marker.state, marker.exit_status, marker.restarts) == (state, status, 0)
+    with log.open("a") as file:
+        file.write("0: the job was requeued and goes on\n")
+    assert run.exit_marker() is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+def test_exit_marker_on_a_disk_that_becomes_full(
+    run_script: RunScript, hostile_folder: Path, tmp_path: Path
+) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", hostile_folder], check=True)
+    try:
+        fill = f"dd if=/dev/zero of={shlex.quote(str(hostile_folder / 'big'))}"
+        done = run_script(f"{fill} 2>/dev/null; exit 3", {})
+        with pytest.raises(OSError, match="No space left"):
+            (hostile_folder / "more").write_text("x" * 10_000)
+        text = (hostile_folder / "48" / "exit").read_text()
+    finally:
+        subprocess.run(["umount", hostile_folder], check=True)
+    assert done.returncode == 3
+    assert text.startswith("status=3\nterminated=no\n")
+    assert "no exit marker" not in done.stderr
+
+
+@pytest.mark.parametrize(("text", "begun"), [(None, False), ("", False), (" " * 9, True)])
+def test_run_that_has_begun(uneven: Path, tmp_path: Path, text: str | None, begun: bool) -> None:
+    run = keep(plan_of(uneven), tmp_path)
+    if text is not None:
+        (run.folder / ".exit").write_text(text)
+    assert run.has_begun() == begun
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck here")

@@ -55,7 +55,14 @@ class Slurm:
 class Left:
     """A fake of a run folder."""
 
-    def __init__(self, marker: str | None = None, seen: JobState | None = None, log: str = ""):
+    def __init__(
+        self,
+        marker: str | None = None,
+        seen: JobState | None = None,
+        log: str = "",
+        begun: bool = False,
+    ) -> None:
+        self.begun = begun
         self.marker = marker
         self.seen = seen
         self.log = log
@@ -65,6 +72,9 @@ class Left:
 
     def last_look(self) -> JobState | None:
         return self.seen
+
+    def has_begun(self) -> bool:
+        return self.begun
 
     def may_log_to(self, path: str | None) -> bool:
         return not self.log or path == self.log
@@ -97,7 +107,8 @@ def test_scontrol_recorded_with_hostile_name_and_comment(
     assert job.log == f"/home/me/runs/log dir/a=b-{job.job_id}.out"
     whole = read_state(job.job_id, ask=slurm)
     assert (whole.state, whole.source) == (state, "scontrol")
-    assert whole.exit_status == (128 + signal if signal else status)
+    ended_with = 128 + signal if signal else status
+    assert whole.exit_status == (None if state == "RUNNING" else ended_with)
     assert slurm.asked == ["scontrol"]
 
 
@@ -118,7 +129,7 @@ def test_later_component_leads_to_the_whole_job(release: str) -> None:
 @pytest.mark.parametrize("release", RELEASES)
 def test_unknown_job_recorded(release: str) -> None:
     unknown = Answer(1, "", (RECORDED / release / "unknown.scontrol").read_text())
-    assert settle(read_state("48", ask=Slurm(scontrol=unknown))).state == "FAILED"
+    assert settle(read_state("48", ask=Slurm(scontrol=unknown))).state == "ENDED"
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -328,20 +339,35 @@ def test_what_was_seen_before_counts_more_than_the_marker() -> None:
     assert (state.state, state.source) == ("TIMEOUT", "last look")
 
 
-def test_forgotten_job_has_failed_a_silent_slurm_is_unknown() -> None:
-    forgotten = settle(read_state("48", ask=Slurm()))
-    assert forgotten.state == "FAILED"
+def test_forgotten_job_that_began_has_failed() -> None:
+    left = Left(begun=True)
+    forgotten = settle(read_state("48", left, ask=Slurm()), left)
+    assert (forgotten.state, forgotten.is_final) == ("FAILED", True)
     assert "left no exit marker" in forgotten.describe()
-    for down in (
+
+
+@pytest.mark.parametrize("left", [Left(), None])
+def test_forgotten_job_without_traces_has_ended_somehow(left: Left | None) -> None:
+    forgotten = settle(read_state("48", left, ask=Slurm()), left)
+    assert (forgotten.state, forgotten.is_final, forgotten.exit_status) == ("ENDED", True, None)
+    assert "how it ended is not known" in forgotten.describe()
+
+
+@pytest.mark.parametrize(
+    "down",
+    [
         DOWN,
         Answer(127, "", "scontrol: No such file or directory"),
         Answer(124, "", "no answer"),
-    ):
-        slurm = Slurm(scontrol=down)
-        silent = settle(read_state("48", ask=slurm))
-        assert slurm.asked == ["scontrol", "sacct"]
-        assert (silent.state, silent.is_final) == ("UNKNOWN", False)
-        assert down.err in silent.describe()
+    ],
+)
+def test_silent_slurm_leaves_a_job_unknown(down: Answer) -> None:
+    slurm = Slurm(scontrol=down)
+    left = Left(begun=True)
+    silent = settle(read_state("48", left, ask=slurm), left)
+    assert slurm.asked == ["scontrol", "sacct"]
+    assert (silent.state, silent.is_final) == ("UNKNOWN", False)
+    assert down.err in silent.describe()
 
 
 def test_slurm_that_does_not_respond_is_asked_once() -> None:

@@ -62,7 +62,7 @@ class StateWatcher(core.InfoWatcher):
         run = self._runs.get(job_id)
         if run is None:
             return settle(read_state(job_id))
-        state = settle(read_state(job_id, run))
+        state = settle(read_state(job_id, run), run)
         run.remember(state)
         return state
 
