@@ -208,7 +208,7 @@ def test_log_path_escapes_a_percent_of_the_folder(
         "--backend", "sbatch", "--dry-run", "--cluster", str(uneven), "--", "x", cwd=folder
     )
     assert f"#SBATCH --output={tmp_path}/100%%j/%x-%j.out\n" in done.stdout
-    assert f"_ddp_run_folder={folder}/ddp_slurm_runs/$" in done.stdout
+    assert f"_ddp_runs_folder={folder}/ddp_slurm_runs\n" in done.stdout
 
 
 @pytest.mark.parametrize(
