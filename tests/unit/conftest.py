@@ -10,7 +10,23 @@ from pathlib import Path
 
 import pytest
 
+from ddp_slurm.cluster import Cluster
+from ddp_slurm.job.options import JobOptions
+from ddp_slurm.plan import make_plan
+from ddp_slurm.render import render_sbatch
 from tests.clusters import UNEVEN
+
+from .fake_slurm import (
+    RUNNING,
+    SCANCEL,
+    SCONTROL,
+    SQUEUE,
+    FakeSlurm,
+    MakeScript,
+    Script,
+    node_record,
+)
+from .recording import Stubs
 
 
 @pytest.fixture
@@ -46,6 +62,38 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stub:
         return path
 
     return make
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """A job 7 of three running components, and a Slurm that accepts everything."""
+    fake = FakeSlurm(tmp_path / "slurm")
+    fake.folder.mkdir()
+    fake.set(
+        components=RUNNING, steps="", answers="", calls="", nodes=node_record("2026-01-01T00:00:00")
+    )
+    monkeypatch.setenv("FAKE_SLURM", str(fake.folder))
+    for name, text in (("squeue", SQUEUE), ("scontrol", SCONTROL), ("scancel", SCANCEL)):
+        stub(name, text)
+    stub("sleep", "exec /bin/sleep 0.05")
+    return fake
+
+
+@pytest.fixture
+def script(tmp_path: Path, uneven: Path) -> MakeScript:
+    """``script(**options)``: the job script of a plan of 1, 2 and 4 ranks."""
+
+    def make(**options: object) -> Script:
+        command = {"command": ["python", "train.py", "5", "1"]}
+        plan = make_plan(Cluster.load(uneven), JobOptions.read({**command, **options}))
+        return Script(render_sbatch(plan, tmp_path / "runs"), tmp_path)
+
+    return make
+
+
+@pytest.fixture
+def stubs(tmp_path: Path) -> Stubs:
+    return Stubs(tmp_path)
 
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]

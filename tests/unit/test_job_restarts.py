@@ -1,0 +1,175 @@
+"""When the job script requeues its job, with stubs for srun and Slurm's clients."""
+
+import pytest
+
+from .conftest import Stub
+from .fake_slurm import RUNNING, FakeSlurm, MakeScript, node_record
+
+STOP_EARLY = 'touch "$DDP_SLURM_REQUEUE_MARKER"'
+REQUEUE = {"time": "10", "signal_seconds": 60, "max_restarts": 1}
+
+
+def test_stop_at_the_time_limit_requeues_up_to_max_restarts(
+    script: MakeScript, stub: Stub, slurm: FakeSlurm
+) -> None:
+    stub("srun", STOP_EARLY)
+    job = script(**REQUEUE)
+    assert job.run() == 0
+    assert "stopped early with a snapshot; requeued (1 of 1)" in job.log
+    assert slurm.calls == ["scontrol requeue 7"]
+    assert job.exit_marker is None
+    assert job.run(SLURM_RESTART_COUNT="1") == 75, "the job must not read COMPLETED"
+    assert "all 1 restarts are used up" in job.log
+    assert job.run(SLURM_RESTART_COUNT="2") == 75
+    assert slurm.calls == ["scontrol requeue 7"]
+
+
+def test_stop_at_the_time_limit_without_restarts_is_no_success(
+    script: MakeScript, stub: Stub, slurm: FakeSlurm
+) -> None:
+    stub("srun", STOP_EARLY)
+    job = script(time="10", signal_seconds=60)
+    assert job.run() == 75
+    assert "submit again to go on" in job.log
+    assert slurm.calls == []
+
+
+def test_requeue_is_repeated_until_slurmctld_responds(
+    script: MakeScript, stub: Stub, slurm: FakeSlurm
+) -> None:
+    stub("srun", STOP_EARLY)
+    away = "Unable to contact slurm controller (connect failure)\n"
+    slurm.set(answers=away * 3)
+    job = script(**REQUEUE)
+    assert job.run() == 0
+    assert slurm.calls == ["scontrol requeue 7"] * 4
+    assert "requeued (1 of 1)" in job.log
+
+
+def test_requeue_whose_answer_was_lost_counts(
+    script: MakeScript, stub: Stub, slurm: FakeSlurm
+) -> None:
+    stub("srun", STOP_EARLY)
+    slurm.set(answers="Socket timed out on send/recv operation\n" * 9)
+    slurm.set(components=RUNNING.replace("RUNNING 0", "COMPLETING 1"))
+    job = script(**REQUEUE)
+    assert job.run() == 0
+    assert slurm.calls == ["scontrol requeue 7"]
+    assert "requeued (1 of 1)" in job.log
+
+
+def test_refused_requeue_ends_the_job_with_the_reason(
+    script: MakeScript, stub: Stub, slurm: FakeSlurm
+) -> None:
+    stub("srun", STOP_EARLY)
+    slurm.set(answers="Requested operation is presently disabled for job 7\n")
+    job = script(**REQUEUE)
+    assert job.run() == 75
+    assert "not requeued: Requested operation is presently disabled" in job.log
+    assert "requeued (1" not in job.log
+    assert (job.exit_marker or "").startswith("status=75\n")
+
+
+WAIT_FOR_SIGNALS = """
+trap 'touch "$DDP_SLURM_REQUEUE_MARKER"; exit 0' USR2
+trap 'exit 143' TERM
+kill -TERM $PPID
+while :; do /bin/sleep 0.05; done
+"""
+
+
+def test_sigterm_of_a_running_job_asks_the_ranks_to_save(
+    script: MakeScript, stub: Stub, slurm: FakeSlurm
+) -> None:
+    stub("srun", WAIT_FOR_SIGNALS)
+    job = script(**REQUEUE)
+    assert job.run() == 0
+    assert "stopped early with a snapshot; requeued (1 of 1)" in job.log
+    assert job.exit_marker is None
+
+
+def test_ranks_that_died_of_preemption_are_requeued(
+    script: MakeScript, stub: Stub, slurm: FakeSlurm
+) -> None:
+    stub("srun", "exit 143")
+    slurm.set(components=RUNNING.replace("N/A", "2026-01-01T00:00:00"))
+    job = script(max_restarts=1)
+    assert job.run() == 0
+    assert "preempted; requeued (1 of 1)" in job.log
+    slurm.set(components=RUNNING)
+    assert job.run() == 143, "without a preemption it is a failure"
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_sigterm_of_a_cancelled_job_leaves_the_marker(
+    restarts: int, script: MakeScript, stub: Stub, slurm: FakeSlurm
+) -> None:
+    stub("srun", "kill -TERM $PPID; exec /bin/sleep 0.3")
+    slurm.set(components=RUNNING.replace("RUNNING", "COMPLETING"))
+    job = script(max_restarts=restarts)
+    assert job.run() == 143
+    assert (job.exit_marker or "").startswith("status=143\nterminated=yes\n")
+    assert slurm.calls == []
+
+
+def test_components_left_behind_by_a_node_failure_are_requeued(
+    script: MakeScript, stub: Stub, slurm: FakeSlurm
+) -> None:
+    stub("srun", "kill -TERM $PPID; exec /bin/sleep 0.3")
+    lost = "7 COMPLETING 1 N/A\n8 COMPLETING 1 N/A\n9 RUNNING 0 N/A\n"
+    slurm.set(components=lost)
+    job = script(max_restarts=1)
+    assert job.run() == 143
+    assert slurm.calls == ["scontrol requeue 7"]
+    assert job.exit_marker is None
+    slurm.set(components=RUNNING.replace("RUNNING 0", "COMPLETING 1"))
+    assert job.run() == 143
+    assert slurm.calls == ["scontrol requeue 7"], "all components are requeued already"
+
+
+def test_restart_cancels_the_old_steps_first(
+    script: MakeScript, stub: Stub, slurm: FakeSlurm
+) -> None:
+    stub("srun", 'echo srun >>"$FAKE_SLURM/calls"')
+    slurm.set(components="7 RUNNING 1 N/A\n8 RUNNING 0 N/A\n9 RUNNING 0 N/A\n")
+    slurm.set(steps="7.batch\n8.0\n9.0\n")
+    assert script(max_restarts=1).run(SLURM_RESTART_COUNT="1") == 0
+    assert slurm.calls == ["scancel 8.0 9.0", "srun"]
+
+
+def test_restart_without_a_component_requeues_all(
+    script: MakeScript, stub: Stub, slurm: FakeSlurm
+) -> None:
+    stub("srun", 'echo srun >>"$FAKE_SLURM/calls"')
+    slurm.set(components="7 RUNNING 1 N/A\n8 TIMEOUT 0 N/A\n9 RUNNING 0 N/A\n")
+    job = script(max_restarts=2)
+    assert job.run(SLURM_RESTART_COUNT="1") == 0
+    assert slurm.calls == ["scontrol requeue 7"]
+    assert "a component of the job does not run; requeued (2 of 2)" in job.log
+
+
+LOST = 'echo "srun: error: Cannot communicate with node 0.  Aborting job." >&2\n'
+
+
+@pytest.mark.parametrize("ending", ["exit 1", "exec /bin/sleep 60"])
+def test_srun_that_lost_a_node_is_ended_and_requeued(
+    ending: str, script: MakeScript, stub: Stub, slurm: FakeSlurm
+) -> None:
+    stub("srun", LOST + ending)
+    job = script(max_restarts=1)
+    assert job.run() == 0
+    assert slurm.calls == ["scontrol requeue 7"]
+    assert "a node was lost; requeued (1 of 1)" in job.log
+    assert job.run(SLURM_RESTART_COUNT="1") == (1 if ending == "exit 1" else 137)
+
+
+def test_failure_after_a_node_restarted_is_requeued(
+    script: MakeScript, stub: Stub, slurm: FakeSlurm
+) -> None:
+    stub("srun", "exit 1")
+    job = script(max_restarts=1)
+    assert job.run() == 1
+    assert slurm.calls == []
+    slurm.set(nodes=node_record("2026-01-01T00:00:00") + node_record("2999-01-01T00:00:00"))
+    assert job.run() == 0
+    assert "a node was lost; requeued (1 of 1)" in job.log
