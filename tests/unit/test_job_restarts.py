@@ -163,6 +163,17 @@ def test_srun_that_lost_a_node_is_ended_and_requeued(
     assert job.run(SLURM_RESTART_COUNT="1") == (1 if ending == "exit 1" else 137)
 
 
+def test_srun_that_waits_for_tasks_that_are_gone_is_ended(
+    script: MakeScript, stub: Stub, slurm: FakeSlurm
+) -> None:
+    message = "srun: error: beta: tasks 0-1: Exited with exit code 1"
+    stub("srun", f'echo "{message}" >&2\nexec /bin/sleep 60')
+    slurm.set(nodes=node_record("2999-01-01T00:00:00"))
+    job = script(max_restarts=1)
+    assert job.run() == 0
+    assert "a node was lost; requeued (1 of 1)" in job.log
+
+
 def test_failure_after_a_node_restarted_is_requeued(
     script: MakeScript, stub: Stub, slurm: FakeSlurm
 ) -> None:
