@@ -263,16 +263,22 @@ _ddp_a_node_restarted() {
   return 1
 }
 
-# PID: srun can hang after it lost a node, while tasks on other nodes still run.
+# PID: srun can hang after it lost a node: while tasks on other nodes run, or when all of them have
+# ended and it waits for those that are gone. After the first bad exit of a task it ends by itself
+# within KillWait, 30 s where a site has not changed it.
 _ddp_watch_srun() {
   trap 'kill $!; exit' TERM
-  until _ddp_srun_lost_a_node; do
+  until _ddp_srun_lost_a_node || _ddp_srun_reported_a_task; do
     sleep 20 &
     wait $!
   done
-  sleep 60 &
+  sleep 90 &
   wait $!
   kill -KILL "$1"
+}
+
+_ddp_srun_reported_a_task() {
+  grep -qE ': tasks? [0-9,-]+: ' < <(_ddp_srun_errors)
 }
 
 # --- After the ranks have ended --------------------------------------------------------------
