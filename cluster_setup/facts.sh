@@ -61,6 +61,7 @@ network() {
     if [ -n "${3:-}" ]; then fact reached_at "$3"; fi
     for path in /sys/class/net/*; do
         if [ -e "$path" ]; then
+            fact mtu "${path##*/} $(cat "$path/mtu" 2>/dev/null || echo 0)"
             fact interface "${path##*/} $(cat "$path/operstate" 2>/dev/null || echo unknown) $(cat "$path/speed" 2>/dev/null || echo -1)"
         fi
     done
@@ -134,6 +135,7 @@ credential() {
 
 identity() {
     block users getent passwd
+    block disks df -Pk /tmp /dev/shm /var/lib /var/log /var/spool
     if have munged; then fact munged "$(command -v munged)"; fi
     if [ -e /etc/munge/munge.key ]; then fact munge_key "$(stat -c '%a %U %s' /etc/munge/munge.key)"; fi
     if [ -z "${CREDENTIAL:-}" ]; then # no node could make one: why not this one

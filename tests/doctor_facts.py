@@ -17,6 +17,7 @@ NODES = (
         memory_mb=30000,
         sockets=1,
         cores_per_socket=4,
+        interface="eno1",
     ),
     Node(
         "beta",
@@ -25,7 +26,13 @@ NODES = (
         memory_mb=30000,
         interface="eno1",
     ),
-    Node("alpha", gpus=(GpuModel(type="a100", count=2),), cpus=8, memory_mb=30000),
+    Node(
+        "alpha",
+        gpus=(GpuModel(type="a100", count=2),),
+        cpus=8,
+        memory_mb=30000,
+        interface="eno1",
+    ),
 )
 CLUSTER = Cluster("lab", NODES, controller="alpha")
 CARDS = {
@@ -49,6 +56,10 @@ Configuration data as of now
 HASH_VAL                = Match
 ProctrackType           = proctrack/cgroup
 SlurmdParameters        = (null)"""
+DISKS = """\
+Filesystem     1024-blocks     Used Available Capacity Mounted on
+/dev/sda2        100000000 98000000   2000000      98% /
+tmpfs             10000000        0  10000000       0% /dev/shm"""
 TRAINING = {
     "python": "3.11.4",
     "torch": "2.6.0+cu124",
@@ -81,6 +92,8 @@ def healthy(name: str) -> dict[str, list[str] | str]:
         "offset": ["0"],
         "slurmd_runs": ["yes"],
         "interface": ["lo unknown -1", "eno1 up 1000"],
+        "mtu": ["lo 65536", "eno1 1500"],
+        "disks": DISKS,
         "port": [
             f"{other} {port} {'open' if port == 6818 else 'refused'}"
             for other in others

@@ -196,6 +196,20 @@ CASES = [
         beta={"interface": ["lo unknown -1", "eth0 up 1000"]},
     ),
     case("interface", E, "beta", "'eno1' is down", beta={"interface": ["eno1 down -1"]}),
+    case(
+        "packet size",
+        W,
+        "beta",
+        "different MTU between the nodes: 1500 on gamma, alpha, 9000 on beta",
+        beta={"mtu": ["lo 65536", "eno1 9000"]},
+    ),
+    case(
+        "disks",
+        E,
+        "beta",
+        "less than 100 MiB are free on /$",
+        beta={"disks": replaced("2000000      98%", "90000     100%")},
+    ),
 ]
 
 

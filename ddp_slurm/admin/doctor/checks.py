@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from ddp_slurm.admin.doctor import (
     checks_machine,
     checks_munge,
+    checks_network,
     checks_slurm,
     checks_training,
     checks_users,
@@ -17,10 +18,12 @@ from ddp_slurm.console import table as aligned
 CHECKS: Mapping[str, Callable[[Snapshot], Findings]] = {
     "reachable": checks_slurm.reachable,
     "host name": checks_machine.host_name,
-    "name resolution": checks_machine.name_resolution,
-    "interface": checks_machine.interface,
-    "firewall": checks_slurm.firewall,
+    "name resolution": checks_network.name_resolution,
+    "interface": checks_network.interface,
+    "packet size": checks_network.packet_size,
+    "firewall": checks_network.firewall,
     "clock": checks_machine.clock,
+    "disks": checks_machine.disks,
     "users": checks_users.users,
     "munge key": checks_munge.munge_key,
     "Slurm release": checks_slurm.release,

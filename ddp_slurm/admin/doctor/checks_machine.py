@@ -10,11 +10,13 @@ from ddp_slurm.admin.facts import Facts
 from ddp_slurm.admin.gpus import nvidia_error, nvidia_warning
 
 PROBE = "ddp-slurm cluster probe, then ddp-slurm cluster install"
-HOSTS = "ddp-slurm cluster install --step hosts"
 CLOCK = "ddp-slurm cluster install --step clock; chronyc makestep sets a clock at once"
 CLOCK_WARNING_SECONDS = 5.0
 CLOCK_ERROR_SECONDS = 60.0
 """munge refuses at 300 s; a clock that is a minute off gets there, and file times are wrong."""
+
+DISK_ERROR_KIB = 100 * 1024
+"""slurmctld's state and a job's scripts need a part of it; so do DataLoader workers in /dev/shm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,44 +191,15 @@ def host_name(snapshot: Snapshot) -> Findings:
             )
 
 
-def name_resolution(snapshot: Snapshot) -> Findings:
-    """Names have the same address everywhere, and no loopback one: no other rank reaches it."""
-    nodes_of_addresses: dict[str, dict[str, list[str]]] = {}
+def disks(snapshot: Snapshot) -> Findings:
+    """The folders of Slurm's state, logs and job scripts, /tmp and /dev/shm have space left."""
     for name, facts in snapshot.facts.items():
-        for line in facts.values.get("resolves", ()):
-            target, *addresses = line.split()
-            loopback = [address for address in addresses if _is_loopback(address)]
-            if not addresses and target in snapshot.facts:
-                yield warning(name, f"the name {target} has no address here", HOSTS)
-            elif loopback and len(snapshot.cluster.nodes) > 1:
-                cause = f"the name {target} is {loopback[0]} here (see /etc/hosts)"
-                yield error(name, cause, HOSTS)
-            elif addresses:
-                by_addresses = nodes_of_addresses.setdefault(target, {})
-                by_addresses.setdefault(" ".join(sorted(set(addresses))), []).append(name)
-    for target, by_addresses in nodes_of_addresses.items():
-        if len(by_addresses) > 1:
-            fewest = min(by_addresses.values(), key=len)
-            answers = [f"{text} on {', '.join(names)}" for text, names in by_addresses.items()]
-            cause = f"the name {target} has different addresses: {'; '.join(answers)}"
-            yield warning(fewest, cause, HOSTS)
-
-
-def interface(snapshot: Snapshot) -> Findings:
-    """The network interface of cluster.yaml exists on its node and is up."""
-    for node in snapshot.cluster.nodes:
-        facts = snapshot.facts.get(node.name)
-        if facts is None or node.interface is None:
-            continue
-        states = dict(line.split()[:2] for line in facts.values.get("interface", ()))
-        state = states.get(node.interface)
-        if states and state is None:
-            others = ", ".join(name for name in states if name != "lo")
-            cause = f"interface {node.interface!r} does not exist; the machine has {others}"
-            yield error(node.name, cause, "ddp-slurm cluster probe")
-        elif state == "down":
-            yield error(node.name, f"interface {node.interface!r} is down", "ip link; the cable")
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
+        full = []
+        for line in facts.block_lines("disks")[1:]:
+            columns = line.split(maxsplit=5)
+            if len(columns) == 6 and columns[3].isdigit() and int(columns[3]) < DISK_ERROR_KIB:
+                full.append(columns[5])
+        if full:
+            paths = ", ".join(dict.fromkeys(full))
+            cause = f"less than {DISK_ERROR_KIB // 1024} MiB are free on {paths}"
+            yield error(name, cause, f"on it: du -xh --max-depth=1 {full[0]}")

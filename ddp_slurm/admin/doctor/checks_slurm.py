@@ -12,24 +12,13 @@ from ddp_slurm.admin.doctor.finding import (
     skipped,
     warning,
 )
-from ddp_slurm.admin.doctor.snapshot import (
-    HIGH_PORT,
-    SLURMCTLD_PORT,
-    SLURMD_PORT,
-    Snapshot,
-    config_of,
-)
+from ddp_slurm.admin.doctor.snapshot import Snapshot, config_of
 from ddp_slurm.admin.facts import Facts
 from ddp_slurm.admin.slurm_releases import RELEASES
 from ddp_slurm.slurm_client.records import NodeRecord, is_switched_off, unavailable_words
 
 INSTALL = "ddp-slurm cluster install"
 SAME_CONFIGURATION = f"{INSTALL} --step slurmctld --step slurmd; nodes need no copy of their own"
-_PORT_USERS = {
-    str(SLURMCTLD_PORT): "slurmctld",
-    str(SLURMD_PORT): "slurmd",
-    str(HIGH_PORT): "torch, NCCL and srun",
-}
 
 
 def reachable(snapshot: Snapshot) -> Findings:
@@ -200,24 +189,6 @@ def _copies(snapshot: Snapshot) -> dict[str, dict[str, list[str]]]:
             path, checksum = line.split(maxsplit=1)
             copies.setdefault(path, {}).setdefault(checksum, []).append(name)
     return copies
-
-
-def firewall(snapshot: Snapshot) -> Findings:
-    """Between every two nodes the ports of Slurm and of training are open.
-
-    A refused connection is fine: it got through, and no program listens there.
-    """
-    blocked: dict[tuple[str, str], list[str]] = {}
-    for name, facts in snapshot.facts.items():
-        for line in facts.values.get("port", ()):
-            peer, port, answer = line.split()
-            if answer in ("silent", "unreachable") and peer not in snapshot.unreachable:
-                blocked.setdefault((name, peer), []).append(port)
-    for (name, peer), ports in blocked.items():
-        names = [f"{port} ({_PORT_USERS.get(port, 'tcp')})" for port in sorted(ports)]
-        cause = f"{name} gets no answer from {peer} on port {', '.join(names)}"
-        fix = f"on {peer}, allow the cluster's own network: ufw allow from NETWORK"
-        yield error(peer, cause, fix)
 
 
 def _last_line(text: str) -> str:
