@@ -135,7 +135,7 @@ def stop_slurmctld(lab: Lab) -> None:
     for pid in network.processes(lab.switch):
         if "slurmctld" in Path(f"/proc/{pid}/cmdline").read_text():
             os.kill(pid, signal.SIGTERM)
-    while lab.daemon_runs(None, "slurmctld"):
+    while daemons.is_running(lab, None, "slurmctld"):
         time.sleep(POLL_SECONDS)
 
 
