@@ -233,8 +233,13 @@ _ddp_note_log_size() {
   [[ ! -f $_ddp_log ]] || _ddp_log_start=$(($(stat --dereference --format=%s "$_ddp_log") + 1))
 }
 
+# The messages of srun in the last 16 MB of what this step has written.
 _ddp_srun_errors() {
-  [[ ! -f $_ddp_log ]] || tail -c "+$_ddp_log_start" "$_ddp_log" | grep -a '^srun: error: ' || true
+  local first
+  [[ -f $_ddp_log ]] || return 0
+  first=$(($(stat --dereference --format=%s "$_ddp_log") - 16000000))
+  [[ $first -gt $_ddp_log_start ]] || first=$_ddp_log_start
+  tail -c "+$first" "$_ddp_log" | grep -a '^srun: error: ' || true
 }
 
 # Whether srun has reported a lost node.
@@ -252,10 +257,10 @@ _ddp_a_node_restarted() {
     list+=,${!nodes:-}
   done
   while read -r time; do
-    [[ ! $time > $_ddp_started ]] || return 0
+    [[ ! ${time#*=} > $_ddp_started ]] || return 0
   done < <(
     unset SLURM_TIME_FORMAT
-    timeout 30 scontrol --oneliner show node "$list" | grep -o 'SlurmdStartTime=[0-9T:-]*' | cut -d = -f 2
+    timeout 30 scontrol --oneliner show node "$list" | grep -o 'SlurmdStartTime=[0-9T:-]*'
   )
   return 1
 }
