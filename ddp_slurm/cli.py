@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import takewhile
 
 from ddp_slurm import __version__, console
 
@@ -20,7 +21,7 @@ COMMANDS = {
 def make_parser(words: Sequence[str]) -> console.Parser:
     """The parser of a command line: knows the options of the command that is typed.
 
-    Without a command, as in ``ddp-slurm --help``, it knows the help of all.
+    Where the help is asked for, as in ``ddp-slurm --help``, it knows those of all.
     """
     parser = console.Parser(
         prog="ddp-slurm",
@@ -28,8 +29,9 @@ def make_parser(words: Sequence[str]) -> console.Parser:
     )
     parser.add_argument("--version", action="version", version=f"ddp-slurm {__version__}")
     commands = parser.add_commands()
-    typed = next((word for word in words if not word.startswith("-")), None)
-    lists_all = typed is None and "--version" not in words
+    own_options = list(takewhile(lambda word: word.startswith("-"), words))
+    typed = words[len(own_options)] if len(own_options) < len(words) else None
+    lists_all = not words or "-h" in own_options or "--help" in own_options
     for module, names in COMMANDS.items():
         if lists_all or typed in names:
             import_module(module).add_commands(commands)

@@ -123,14 +123,15 @@ def test_help_of_every_command(command: str) -> None:
     assert done.stdout.startswith(f"usage: ddp-slurm {command}".rstrip())
 
 
-def test_help_lists_every_command_with_its_docstring() -> None:
+@pytest.mark.parametrize("words", [["--help"], ["-h", "status"]])
+def test_help_lists_every_command_with_its_docstring(words: list[str]) -> None:
     from ddp_slurm.cluster.discover import discover_command
     from ddp_slurm.plan.commands import show_plan
     from ddp_slurm.runs.commands import cancel, logs, status
     from ddp_slurm.submit import submit
 
     done = subprocess.run(
-        [sys.executable, "-m", "ddp_slurm.cli", "--help"],
+        [sys.executable, "-m", "ddp_slurm.cli", *words],
         env={**os.environ, "COLUMNS": "300"},
         capture_output=True,
         text=True,
