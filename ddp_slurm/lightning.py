@@ -27,10 +27,9 @@ try:
 
     PACKAGES: tuple[str, ...] = ("lightning.pytorch", "lightning.fabric")
 except ImportError:
-    from lightning_fabric.plugins.environments.cluster_environment import (  # type: ignore[assignment]
-        ClusterEnvironment,
-    )
+    from lightning_fabric.plugins.environments import cluster_environment
 
+    ClusterEnvironment = cluster_environment.ClusterEnvironment  # type: ignore[misc,assignment]
     PACKAGES = ("pytorch_lightning",)
 
 __all__ = ["DdpSlurmEnvironment"]

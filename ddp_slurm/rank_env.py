@@ -8,7 +8,7 @@ mpirun wrappers, Kubernetes operators, Azure ML, DeepSpeed, ...). Standard libra
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.hostlist import expand_hostlist, expand_tasks_per_node
@@ -109,8 +109,7 @@ class RankEnv:
                 f"{', '.join(NEEDED_VARIABLES)}"
             )
         node_rank = "GROUP_RANK" if "GROUP_RANK" in env else "NODE_RANK"
-        return _checked(
-            env,
+        place = cls(
             rank=_int(env, "RANK"),
             local_rank=_int_if_set(env, "LOCAL_RANK"),
             world_size=_int(env, "WORLD_SIZE"),
@@ -118,7 +117,9 @@ class RankEnv:
             node_rank=_int_if_set(env, node_rank),
             master_addr=env["MASTER_ADDR"],
             master_port=_port(env),
+            device_index=None,
         )
+        return _checked(place, env)
 
     @classmethod
     def _from_slurm_step(cls, env: Mapping[str, str]) -> "RankEnv":
@@ -128,8 +129,7 @@ class RankEnv:
         master_port = port_of_job(_int(env, "SLURM_JOB_ID"))
         if "MASTER_PORT" in env:
             master_port = _port(env)
-        return _checked(
-            env,
+        place = cls(
             rank=_int(env, "SLURM_PROCID"),
             local_rank=_int(env, "SLURM_LOCALID"),
             world_size=_int(env, "SLURM_NTASKS"),
@@ -137,7 +137,9 @@ class RankEnv:
             node_rank=_int(env, "SLURM_NODEID"),
             master_addr=env.get("MASTER_ADDR") or _host_of_rank_0(env),
             master_port=master_port,
+            device_index=None,
         )
+        return _checked(place, env)
 
     def env_variables(self) -> dict[str, str]:
         """The variables that ``torch.distributed`` and unmodified training scripts read.
@@ -206,17 +208,10 @@ def choose_device(local_rank: int, local_world_size: int, visible: int | None) -
     return local_rank
 
 
-def _checked(
-    env: Mapping[str, str],
-    *,
-    rank: int,
-    local_rank: int | None,
-    world_size: int,
-    local_world_size: int | None,
-    node_rank: int | None,
-    master_addr: str,
-    master_port: int,
-) -> RankEnv:
+def _checked(place: RankEnv, env: Mapping[str, str]) -> RankEnv:
+    """With its ``device_index``. Raises LaunchError for values that contradict each other."""
+    rank, world_size, local_rank = place.rank, place.world_size, place.local_rank
+    local_world_size, node_rank = place.local_world_size, place.node_rank
     most_on_node = world_size if local_world_size is None else local_world_size
     fits = (
         rank < world_size
@@ -229,21 +224,12 @@ def _checked(
             f"the launcher's variables contradict each other: rank {rank} of {world_size}, "
             f"local rank {local_rank} of {local_world_size}, node rank {node_rank}"
         )
-    if not master_addr:
+    if not place.master_addr:
         raise LaunchError("MASTER_ADDR is empty; it must be the address of rank 0's host")
-    device_index = None
-    if local_rank is not None and local_world_size is not None:
-        device_index = choose_device(local_rank, local_world_size, count_visible_devices(env))
-    return RankEnv(
-        rank=rank,
-        local_rank=local_rank,
-        world_size=world_size,
-        local_world_size=local_world_size,
-        node_rank=node_rank,
-        master_addr=master_addr,
-        master_port=master_port,
-        device_index=device_index,
-    )
+    if local_rank is None or local_world_size is None:
+        return place
+    visible = count_visible_devices(env)
+    return replace(place, device_index=choose_device(local_rank, local_world_size, visible))
 
 
 def _host_of_rank_0(env: Mapping[str, str]) -> str:

@@ -58,16 +58,6 @@ MAX_FUNCTION_LINES = 40
 MAX_PARAMETERS = 7
 MAX_COLUMNS = 100
 
-NOT_YET: dict[str, set[str]] = {
-    "parameters": {
-        "ddp_slurm/rank_env.py",
-    },
-    "lines": {
-        "ddp_slurm/lightning.py",
-    },
-}
-"""By test, the files that do not keep its rule yet."""
-
 
 class Import(NamedTuple):
     """One imported module, and where."""
@@ -116,11 +106,6 @@ def _imported_module(node: ast.ImportFrom, name: str) -> str:
     return f"{module}.{name}" if is_a_module else module
 
 
-def broken(rule: str, errors: list[str]) -> list[str]:
-    """The errors of files that are not excepted from the rule."""
-    return [error for error in errors if error.split(":")[0] not in NOT_YET.get(rule, set())]
-
-
 def may_import(room: str) -> tuple[str, ...]:
     """The rooms that a room may import."""
     if room in RANKS_SIDE:
@@ -136,7 +121,7 @@ def test_rooms_import_only_rooms_below_them() -> None:
             target = room_of(one.module)
             if target and target != room and target not in may_import(room):
                 errors.append(one.where)
-    assert not broken("direction", errors)
+    assert not errors
 
 
 def test_every_module_is_in_a_known_room() -> None:
@@ -193,7 +178,7 @@ def test_every_room_is_described_in_one_sentence() -> None:
         summary = (ast.get_docstring(tree) or "").partition("\n\n")[0]
         if path.name == "__init__.py" and not one_sentence.fullmatch(" ".join(summary.split())):
             errors.append(f"{path.relative_to(ROOT)}: {summary!r}")
-    assert not broken("sentences", errors)
+    assert not errors
 
 
 def test_files_are_short() -> None:
@@ -202,7 +187,7 @@ def test_files_are_short() -> None:
         count = len(path.read_text().splitlines())
         if count > MAX_FILE_LINES:
             errors.append(f"{path.relative_to(ROOT)}: {count} lines")
-    assert not broken("files", errors)
+    assert not errors
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -227,7 +212,7 @@ def test_functions_are_short() -> None:
         for where, function in functions()
         if code_lines(function) > MAX_FUNCTION_LINES
     ]
-    assert not broken("functions", errors)
+    assert not errors
 
 
 def test_functions_have_few_parameters() -> None:
@@ -238,7 +223,7 @@ def test_functions_have_few_parameters() -> None:
         count = len([name for name in names if name not in ("self", "cls")])
         if count > MAX_PARAMETERS:
             errors.append(f"{where} has {count} parameters")
-    assert not broken("parameters", errors)
+    assert not errors
 
 
 def test_lines_are_not_long() -> None:
@@ -247,7 +232,7 @@ def test_lines_are_not_long() -> None:
         for number, line in enumerate(path.read_text().splitlines(), start=1):
             if len(line) > MAX_COLUMNS:
                 errors.append(f"{path.relative_to(ROOT)}:{number}: {len(line)} columns")
-    assert not broken("lines", errors)
+    assert not errors
 
 
 def test_the_formatter_is_never_switched_off() -> None:

@@ -131,8 +131,8 @@ def connect(env: RankEnv, seconds: float, *, serve: bool = False) -> Store:
 def leave(watch: FailureWatch, timeout_seconds: float) -> None:
     """Leave in order: rank 0, which holds the store, leaves last.
 
-    Rank 0 waits for a rank that is late a little longer than a collective would, and names it. Raises
-    LostRankError where a rank ended without leaving.
+    Rank 0 waits for a rank that is late a little longer than a collective would, and names it.
+    Raises LostRankError where a rank ended without leaving.
     """
     peers = watch.peers
     if peers.rank == 0:
