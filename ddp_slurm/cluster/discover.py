@@ -185,7 +185,7 @@ def _gpus(gres: tuple[Gres, ...]) -> tuple[list[dict[str, object]], list[str]]:
         if kind is not None and not GPU_TYPE.fullmatch(kind):
             dropped.append(f"the type {kind!r} of its GPUs: cluster.yaml gives them no type")
             kind = None
-        counts[kind] = counts.get(kind, 0) + item.count
+        counts[kind] = counts.get(kind, 0) + item.number
     if None in counts:
         counts = {None: sum(counts.values())}
     models: list[dict[str, object]] = [

@@ -1,8 +1,8 @@
 """A job by its id: one way for the jobs of all backends."""
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ddp_slurm.runs.process import foreground_state
 from ddp_slurm.runs.run_folder import JobError, Run, find_run_beside, find_runs
@@ -13,8 +13,7 @@ SLURM_ID = r"[0-9]+(\+[0-9]+)?"
 FOREGROUND_ID = r"[a-z]+-[0-9]{8}T[0-9]{6}-[0-9]+"
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """A job, with its run folder where one is found."""
 
     id: str

@@ -102,7 +102,7 @@ def _run_of(submission: Submission, folder: Path) -> Run:
 
 def _write_files(run: Run, submission: Submission) -> None:
     options = submission.options or submission.plan.options
-    record = {key: value for key, value in vars(run).items() if key != "folder"}
+    record = {key: value for key, value in run._asdict().items() if key != "folder"}
     files = {
         "script.sh": submission.script,
         "plan.json": _json(plan_as_dict(submission.plan)),

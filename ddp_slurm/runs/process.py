@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 from pathlib import Path
 
 from ddp_slurm.runs.run_folder import STOPPED_BY_A_SIGNAL, JobError, Run
@@ -36,7 +35,7 @@ def foreground_state(run: Run) -> JobState:
         state = "CANCELLED" if is_cancelled else marker.state
         component = ComponentState(run.job_id, state, host, exit_status=marker.exit_status)
         return JobState(run.job_id, state, "exit marker", (component,), log=run.log)
-    if host != socket.gethostname():
+    if host != os.uname().nodename:
         note = f"it was started on {host}: ask there"
         return JobState(run.job_id, UNKNOWN, "none", note=note, log=run.log)
     if launcher_is_alive(run):

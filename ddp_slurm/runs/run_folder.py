@@ -3,21 +3,20 @@
 ``ddp_slurm_runs/JOBID/`` holds script.sh, plan.json, cluster.yaml, job.yaml, versions.json and
 run.json (``ddp_slurm.runs.keep``), in the end the exit marker of the job script, and the final
 state that Slurm reported.
+
+Named tuples, not dataclasses, whose import takes as long as the rest of ``ddp-slurm status``.
 """
 
 import json
 import os
 import re
 import shlex
-import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddp_slurm.errors import DdpSlurmError
-from ddp_slurm.files import write_whole
 from ddp_slurm.job.runs_folder import RUNS_FOLDER, runs_folder
 from ddp_slurm.runs.log import tail
 from ddp_slurm.slurm_client.states import JobState
@@ -38,8 +37,7 @@ class JobError(DdpSlurmError):
     """A job cannot be found, or what was asked for does not apply to it."""
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """A submitted job and its folder."""
 
     folder: Path
@@ -100,9 +98,11 @@ class Run:
             f"status={status}",
             f"terminated={terminated}",
             f"ended={utc_now()}",
-            f"host={socket.gethostname()}",
+            f"host={os.uname().nodename}",
             "restarts=0",
         ]
+        from ddp_slurm.files import write_whole  # not needed to look at a job
+
         write_whole(self.folder / EXIT_MARKER, "\n".join(lines) + "\n")
 
     def may_log_to(self, path: str | None) -> bool:
@@ -130,6 +130,8 @@ class Run:
         is_of_this_run = self.may_log_to(state.log)
         if not (state.is_final and is_from_slurm and is_of_this_run) or self.last_look():
             return
+        from ddp_slurm.files import write_whole
+
         try:
             write_whole(self.folder / LAST_LOOK, json.dumps(state.as_dict(), indent=1) + "\n")
         except DdpSlurmError:

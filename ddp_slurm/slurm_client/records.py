@@ -11,8 +11,8 @@ The form is the same from Slurm 20.11 to 26.05.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import zip_longest
+from typing import NamedTuple
 
 Record = Mapping[str, str]
 """Keys and values as Slurm printed them, except ``(null)`` and ``N/A``, which are left out."""
@@ -66,13 +66,12 @@ def _without_nulls(record: Record) -> Record:
     return {key: value for key, value in record.items() if value not in ("(null)", "N/A")}
 
 
-@dataclass(frozen=True, slots=True)
-class Gres:
+class Gres(NamedTuple):
     """One item of a node's or a job's gres, such as ``gpu:a100:4``."""
 
     name: str
     type: str | None
-    count: int
+    number: int
 
 
 def read_gres(text: str) -> tuple[Gres, ...]:
@@ -82,7 +81,7 @@ def read_gres(text: str) -> tuple[Gres, ...]:
     out (it may hold commas), items are separated by commas and their words by colons; a last word
     of digits is the count, else the count is 1; what is left between is the type.
 
-    >>> [(g.name, g.type, g.count) for g in read_gres("gpu:a100:4(S:0,2),gpu:2,gpu:a:b:2,nic")]
+    >>> [(g.name, g.type, g.number) for g in read_gres("gpu:a100:4(S:0,2),gpu:2,gpu:a:b:2,nic")]
     [('gpu', 'a100', 4), ('gpu', None, 2), ('gpu', 'a:b', 2), ('nic', None, 1)]
     """
     items = []
@@ -158,8 +157,7 @@ def is_switched_off(state: str) -> bool:
     return bool(state_words(state) & _POWER_SAVING)
 
 
-@dataclass(frozen=True, slots=True)
-class NodeRecord:
+class NodeRecord(NamedTuple):
     """A node as slurmctld sees it; None where the record does not have the value."""
 
     name: str
@@ -188,7 +186,7 @@ class NodeRecord:
     @property
     def gpus(self) -> int:
         """How many GPUs slurm.conf gives the node."""
-        return sum(gres.count for gres in self.gres if gres.name == "gpu")
+        return sum(gres.number for gres in self.gres if gres.name == "gpu")
 
 
 def read_nodes(text: str) -> list[NodeRecord]:
@@ -226,8 +224,7 @@ def _split_reason(text: str) -> tuple[str, str]:
     return (match[1], match[2]) if match else (text, "")
 
 
-@dataclass(frozen=True, slots=True)
-class PartitionRecord:
+class PartitionRecord(NamedTuple):
     """A partition; None for what is unlimited, and empty for lists that allow everybody."""
 
     name: str

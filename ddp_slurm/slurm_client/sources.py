@@ -6,7 +6,6 @@ it is sacct, where there is a slurmdbd, and what the job left in its run folder.
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from ddp_slurm.ask import Answer, Ask
@@ -99,11 +98,11 @@ def _unknown(shown: Shown) -> JobState:
 def _left(job_id: str, traces: Traces) -> JobState | None:
     seen = traces.last_look()
     if seen is not None:
-        return replace(seen, source="last look")
+        return seen._replace(source="last look")
     marker = parse_exit_marker(traces.exit_marker() or "")
     if marker is None:
         return None
-    return JobState(job_id, marker.state, "exit marker", (replace(marker, job_id=job_id),))
+    return JobState(job_id, marker.state, "exit marker", (marker._replace(job_id=job_id),))
 
 
 def _accounted(job_id: str, ask: Ask) -> JobState | None:
@@ -126,12 +125,12 @@ def settle(state: JobState, traces: Traces | None = None) -> JobState:
             "Slurm no longer knows the job, and it left no exit marker: it was killed, or its "
             "first node died"
         )
-        return replace(state, state="FAILED", note=note)
+        return state._replace(state="FAILED", note=note)
     note = (
         "Slurm no longer knows the job, and how it ended is not known: it never began, or its "
         "nodes could not write into its run folder; see its log"
     )
-    return replace(state, state=ENDED, note=note)
+    return state._replace(state=ENDED, note=note)
 
 
 def active_states(job_ids: Iterable[str], ask: Ask = ask_slurm) -> dict[str, JobState]:

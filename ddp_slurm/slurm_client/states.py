@@ -2,8 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddp_slurm.errors import DdpSlurmError
 
@@ -47,8 +46,7 @@ class StateError(DdpSlurmError):
     exit_status = 1
 
 
-@dataclass(frozen=True, slots=True)
-class ComponentState:
+class ComponentState(NamedTuple):
     """One component of a heterogeneous job, or a plain job."""
 
     job_id: str
@@ -70,8 +68,7 @@ class ComponentState:
         return int(self.job_id.partition("+")[2] or 0)
 
 
-@dataclass(frozen=True, slots=True)
-class JobState:
+class JobState(NamedTuple):
     """A job as a whole and its components."""
 
     job_id: str
@@ -120,7 +117,8 @@ class JobState:
 
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
-        return {**asdict(self), "exit_status": self.exit_status}
+        components = [component._asdict() for component in self.components]
+        return {**self._asdict(), "components": components, "exit_status": self.exit_status}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "JobState":

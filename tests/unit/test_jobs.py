@@ -159,20 +159,23 @@ def test_cancel_passes_on_the_error_of_scancel(run: Run, tmp_path: Path, stub: S
         jobs.cancel("48")
 
 
-class Script(Job):
-    """A job that goes through given states, each with a step that happens while it lasts."""
+class Script:
+    """A job that goes through given states, each with text that it writes into its log then."""
 
-    def __init__(self, run: Run, *steps: object) -> None:
-        super().__init__(run.job_id, run)
-        object.__setattr__(self, "steps", list(steps))
+    def __init__(self, run: Run, *steps: tuple[JobState, str]) -> None:
+        self.id = run.job_id
+        self.path = Path(str(run.log))
+        self.steps = list(steps)
 
     def state(self) -> JobState:
-        steps: list[tuple[JobState, str]] = self.steps  # type: ignore[attr-defined]
-        state, text = steps[0] if len(steps) == 1 else steps.pop(0)
+        state, text = self.steps[0] if len(self.steps) == 1 else self.steps.pop(0)
         if text:
-            with open(str(self.run and self.run.log), "a") as log:
+            with self.path.open("a") as log:
                 log.write(text)
         return state
+
+    def log(self, state: JobState) -> Path:
+        return self.path
 
 
 @pytest.fixture
@@ -308,14 +311,7 @@ def test_cancel_ends_a_local_run(
 
 
 def local_run(run: Run, **launcher: object) -> Run:
-    return Run(
-        **{
-            **vars(run),
-            "job_id": "local-20260101T000000-1",
-            "backend": "local",
-            "process": launcher,
-        }
-    )  # type: ignore[arg-type]
+    return run._replace(job_id="local-20260101T000000-1", backend="local", process=launcher)
 
 
 def test_foreground_state_without_a_launcher(run: Run) -> None:
@@ -333,3 +329,21 @@ def test_foreground_state_without_a_launcher(run: Run) -> None:
     elsewhere = process.foreground_state(local_run(run, host="elsewhere", pid=me, started=begun))
     assert elsewhere.describe() == "UNKNOWN (it was started on elsewhere: ask there)"
     assert process.process_start(0) is None
+
+
+def test_status_imports_only_what_it_uses(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from ddp_slurm import cli, console\n"
+        "try:\n"
+        "    console.run(cli.make_parser(sys.argv[1:]))\n"
+        "finally:\n"
+        "    print(*sys.modules)\n"
+    )
+    words = ["status", "local-20260101T000000-1"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert "no run 'local-20260101T000000-1' under this folder" in done.stderr
+    unused = {"dataclasses", "inspect", "tempfile", "yaml", "jinja2", "ddp_slurm.plan"}
+    assert not unused & set(done.stdout.split())

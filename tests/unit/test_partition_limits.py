@@ -42,7 +42,7 @@ def test_limits_that_are_kept() -> None:
     assert conflicts(replace(FITS, user="root", groups=frozenset()), PARTITIONS) == []
     assert conflicts(replace(FITS, partition="unknown", nodes=9), PARTITIONS) == []
     assert conflicts(replace(FITS, partition=None, nodes=9), PARTITIONS) == []
-    (down,) = conflicts(FITS, [replace(PARTITIONS[1], state="DOWN")])
+    (down,) = conflicts(FITS, [PARTITIONS[1]._replace(state="DOWN")])
     assert down == "partition 'big mem': its state is DOWN"
 
 

@@ -35,7 +35,7 @@ RELEASES = ("20.11", "22.05", "24.11", "26.05")
     ],
 )
 def test_gres_counts_gpus(text: str, count: int) -> None:
-    assert sum(gres.count for gres in read_gres(text) if gres.name == "gpu") == count
+    assert sum(gres.number for gres in read_gres(text) if gres.name == "gpu") == count
 
 
 def test_state_words_are_whole_words_and_signs() -> None:
