@@ -8,16 +8,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from .trainer_worker import relative_error
 from .workers import Case, Outcome, compare, serve_cases, train_alone
 from .worlds import World, run_world, world
 
 TASKS = (1, 2, 4)
 SHARES = (5, 24, 24, 72, 72, 72, 72)
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5}
-
-
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found - expected).norm() / expected.norm()).item()
 
 
 def worst_error(found: Outcome, expected: Outcome) -> float:

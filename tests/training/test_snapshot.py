@@ -1,20 +1,12 @@
 """A snapshot is there whole or not at all, and a damaged one gives way to the one before it."""
 
 import collections
-import contextlib
 import enum
-import errno
 import os
 import re
 import resource
 import signal
-import socket
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,38 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ddp_slurm.training import Snapshot, SnapshotError
-from ddp_slurm.training.snapshot import lock as snapshot_lock
 
+from .snapshots import names, state, step
 from .workers import load_on_every_rank
 from .worlds import run_world
-
-
-def state(number: int, size: int = 1000) -> dict[str, Any]:
-    return {
-        "step": number,
-        "model": {"weight": torch.full((size,), float(number))},
-        "ranks": [None, (1, "a", True)],
-    }
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-@pytest.fixture
-def snapshot(tmp_path: Path) -> Snapshot:
-    """Of step 2, with that of step 1 as the previous one, in a folder with a hostile name."""
-    snapshot = Snapshot(tmp_path / 'a folder\'s "name"\n' / "snap shot.pt")
-    snapshot.save(state(1))
-    snapshot.save(state(2))
-    return snapshot
-
-
-def step(snapshot: Snapshot) -> int:
-    loaded = snapshot.load()
-    assert loaded is not None
-    assert torch.equal(loaded["model"]["weight"], torch.full((1000,), float(loaded["step"])))
-    return int(loaded["step"])
 
 
 def test_snapshot_loads_the_newest_and_keeps_the_previous(snapshot: Snapshot) -> None:
@@ -230,20 +194,6 @@ def test_snapshot_name_that_is_too_long_is_an_error(tmp_path: Path) -> None:
         Snapshot(tmp_path / ("s" * 250)).load()
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True, text=True
-    )
-    if made.returncode:
-        pytest.skip(f"cannot mount a small file system: {made.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)  # the lock's file is still open
-
-
 def test_snapshot_full_disk_keeps_the_existing_files(small_disk: Path) -> None:
     snapshot = Snapshot(small_disk / "snapshot.pt")
     snapshot.save(state(1))
@@ -308,114 +258,3 @@ def test_snapshot_missing_is_none_on_every_rank(tmp_path: Path) -> None:
     assert (
         run_world(tmp_path / "logs", (1, 1), load_on_every_rank, tmp_path) == [("state", None)] * 2
     )
-
-
-HOLD = """
-import sys
-from ddp_slurm.training import Snapshot
-Snapshot(sys.argv[1]).load()
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
-@contextlib.contextmanager
-def another_run(path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process of job 4711 that uses the snapshot."""
-    command = [sys.executable, "-c", HOLD, str(path)]
-    environ = {**os.environ, "SLURM_JOB_ID": "4711"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, env=environ, text=True, **pipes) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        yield process
-        process.kill()
-
-
-def test_snapshot_in_use_by_another_run_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(snapshot_lock, "PATIENCE_SECONDS", 0.3)
-    path = tmp_path / "new folder" / "s.pt"
-    with another_run(path) as process:
-        words = (
-            rf"the snapshot {path} is in use by another run: job 4711, host "
-            rf"{socket.gethostname()}, process {process.pid}, since 20"
-        )
-        with pytest.raises(SnapshotError, match=words):
-            Snapshot(path).load()
-        with pytest.raises(SnapshotError, match=words):
-            Snapshot(path).save(state(1))
-        assert Snapshot(path, lock=False).load() is None
-        assert names(path.parent) == [".s.pt.lock"]
-    Snapshot(path).save(state(1))  # the other one was killed: its lock is gone
-
-
-def test_snapshot_waits_for_a_run_that_is_ending(tmp_path: Path) -> None:
-    path = tmp_path / "s.pt"
-    with another_run(path) as process:
-        threading.Timer(0.5, process.kill).start()
-        Snapshot(path).save(state(1))
-
-
-def test_snapshot_taken_over_without_locks_is_noticed(snapshot: Snapshot) -> None:
-    """Some network file systems lock within one host only."""
-    lock = snapshot.path.with_name(".snap shot.pt.lock")
-    lock.write_text("job 9, host other, process 1, since 2026")
-    with pytest.raises(
-        SnapshotError, match=r"(?s)another run has taken over .*: job 9, host other"
-    ):
-        snapshot.save(state(3))
-    assert step(snapshot) == 2
-    assert len(names(snapshot.path.parent)) == 3
-
-
-def test_snapshot_without_a_lock_manager_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_locks(descriptor: int, kind: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(snapshot_lock.fcntl, "lockf", no_locks)
-    snapshot = Snapshot(tmp_path / "s.pt")
-    assert snapshot.load() is None
-    assert "s.pt is not locked against other runs: [Errno 37] No locks" in snapshot.warnings[0]
-    snapshot.save(state(1))
-    assert step(snapshot) == 1
-
-
-def test_snapshot_keeps_a_symbolic_link(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    link = tmp_path / "latest.pt"
-    link.symlink_to("disk/real.pt")
-    snapshot = Snapshot(link)
-    for number in (1, 2):
-        snapshot.save(state(number))
-    assert link.is_symlink()
-    assert names(tmp_path / "disk") == [".real.pt.lock", "real.pt", "real.pt.previous"]
-    assert step(Snapshot(link)) == 2
-
-
-def test_snapshot_left_over_files_are_removed(tmp_path: Path) -> None:
-    for name in (".s.pt.0badcafe.writing", ".other.pt.0badcafe.writing"):
-        (tmp_path / name).touch()
-    Snapshot(tmp_path / "s.pt").load()
-    assert names(tmp_path) == [".other.pt.0badcafe.writing", ".s.pt.lock"]
-
-
-def test_snapshot_probe_finds_what_cannot_be_saved(snapshot: Snapshot) -> None:
-    before = names(snapshot.path.parent)
-    snapshot.probe(state(3))
-    with pytest.raises(SnapshotError, match=r"a snapshot cannot hold state\['bad'\]: set"):
-        snapshot.probe({"bad": {1}})
-    assert names(snapshot.path.parent) == before
-
-
-def test_snapshot_probe_names_the_space_needed(small_disk: Path) -> None:
-    snapshot = Snapshot(small_disk / "s.pt")
-    snapshot.probe(state(1, size=4000))  # three times 16,000 of 65,536 bytes
-    with pytest.raises(SnapshotError, match=r"\(ENOSPC\); each snapshot needs 24,000 bytes"):
-        snapshot.probe(state(1, size=6000))
-    snapshot.save(state(1, size=6000))
-    snapshot.save(state(1, size=6000))
-    assert names(small_disk) == [".s.pt.lock", "s.pt", "s.pt.previous"]

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ddp_slurm.training import Snapshot, Trainer, init_distributed
+from ddp_slurm.training import BalancedSampler, Snapshot, Trainer, init_distributed
+from ddp_slurm.training import World as RankWorld
 from ddp_slurm.training.data import Batch, DatasetSource, ResidentTensors, Span
 from ddp_slurm.training.process_group import failure
 
 from .workers import CLASSES, FEATURES, NoisyData, flat, make_data, make_model
-from .worlds import tell
+from .worlds import tell, world
 
 
 @dataclass(frozen=True)
@@ -171,79 +172,120 @@ class _Wrapped:
 
 
 def train(pipe: Connection, run: Run) -> Report:
-    """Tells the step it resumes from before it trains."""
+    """Sends the step it resumes from before it trains."""
     failure.LAST_WORDS_SECONDS = 0.2  # a killed rank reads no last words
     with init_distributed() as world:
-        killer = (
-            _Killer(*run.kill[1:]) if run.kill and run.kill[0] == world.rank else _Killer("", None)
-        )
+        killer = _Killer("", None)
+        if run.kill and run.kill[0] == world.rank:
+            killer = _Killer(*run.kill[1:])
         killer.watch(run.snapshot)
-        inputs, targets = make_data(run.samples, run.dtype)
-        if run.poison:
-            inputs[run.poison[0]] = float("inf")
-        data: Any = RecordingSource(inputs, targets, world.device)
-        data.seen = []
-        if run.noisy:
-            data = DatasetSource(NoisyData(inputs, targets), world.device)
-            data.seen = []
         torch.manual_seed(1)
         model = StatefulModel().to(run.dtype) if run.stateful else make_model(run.dtype)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         if run.frozen:
             model.norm.eval()
+        data = _training_data(run, world)
         records: list[dict[str, Any]] = []
-        trainer = Trainer(
-            world,
-            model,
-            optimizer,
-            cross_entropy,
-            data,
-            ResidentTensors(*make_data(19, run.dtype), world.device),
-            **{
-                "global_batch": sum(run.shares),
-                "shares": run.shares,
-                "scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99),
-                "snapshot": Snapshot(run.snapshot, world.control),
-                "total_epochs": run.epochs,
-                "save_every_steps": run.save_every_steps,
-                "recorders": [records.append],
-                "precision": "fp32",
-                **run.options,
-            },
-        )
+        trainer = _trainer(run, world, model, data, records)
         sizes: list[int] = []
         model.register_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
-        first_step = -1
-
-        def before_step(*args: object) -> None:
-            nonlocal first_step
-            if first_step < 0:
-                first_step = trainer.step
-                tell(pipe, first_step)
-            if run.usr2 == (world.rank, trainer.step):
-                os.kill(os.getpid(), signal.SIGUSR2)
-            if run.fill and world.rank == 0 and trainer.step == run.fill[1]:
-                fill_disk(run.fill[0])
-
-        optimizer.register_step_pre_hook(before_step)
+        first_step = _FirstStep(pipe, run, trainer)
+        trainer.optimizer.register_step_pre_hook(first_step)
         result = trainer.train()
-        if first_step < 0:  # killed after the last snapshot: nothing was left to do
+        if first_step.number < 0:  # killed after the last snapshot: nothing was left to do
             tell(pipe, result.step)
+        norm = model.state_dict().get("norm.running_mean", torch.zeros(0))
         return Report(
             result.finished,
             result.step,
-            first_step,
+            first_step.number,
             result.metrics,
             flat(model.state_dict().values()),
             data.seen,
-            [
-                float(value)
-                for name, value in model.state_dict().items()
-                if name == "norm.running_mean"
-                for value in value
-            ],
+            norm.tolist(),
             killer.moments,
             trainer.sampler.shares,
             records,
             max(sizes, default=0),
         )
+
+
+def _training_data(run: Run, world: RankWorld) -> Any:
+    inputs, targets = make_data(run.samples, run.dtype)
+    if run.poison:
+        inputs[run.poison[0]] = float("inf")
+    data: Any = RecordingSource(inputs, targets, world.device)
+    if run.noisy:
+        data = DatasetSource(NoisyData(inputs, targets), world.device)
+    data.seen = []
+    return data
+
+
+def _trainer(
+    run: Run, world: RankWorld, model: nn.Module, data: Any, records: list[Any]
+) -> Trainer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    settings: dict[str, Any] = {
+        "global_batch": sum(run.shares),
+        "shares": run.shares,
+        "scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99),
+        "snapshot": Snapshot(run.snapshot, world.control),
+        "total_epochs": run.epochs,
+        "save_every_steps": run.save_every_steps,
+        "recorders": [records.append],
+        "precision": "fp32",
+        **run.options,
+    }
+    eval_data = ResidentTensors(*make_data(19, run.dtype), world.device)
+    return Trainer(world, model, optimizer, cross_entropy, data, eval_data, **settings)
+
+
+class _FirstStep:
+    """Called before each optimizer step: reports the first one, and does what the Run asks for."""
+
+    def __init__(self, pipe: Connection, run: Run, trainer: Trainer) -> None:
+        self.pipe, self.run, self.trainer = pipe, run, trainer
+        self.number = -1
+
+    def __call__(self, *args: object) -> None:
+        step, rank = self.trainer.step, self.trainer.world.rank
+        if self.number < 0:
+            self.number = step
+            tell(self.pipe, step)
+        if self.run.usr2 == (rank, step):
+            os.kill(os.getpid(), signal.SIGUSR2)
+        if self.run.fill and rank == 0 and step == self.run.fill[1]:
+            fill_disk(self.run.fill[0])
+
+
+def run(folder: Path, tasks: tuple[int, ...], settings: Run, **options: Any) -> list[Report]:
+    """The reports of all ranks."""
+    with world(folder, tasks, train, settings, **options) as running:
+        reports = []
+        for rank in range(sum(tasks)):
+            message = running.receive(rank)
+            reports.append(message if isinstance(message, Report) else running.receive(rank))
+        assert running.wait() == [0] * sum(tasks), running.all_logs()
+    return reports
+
+
+def reference(settings: Run, clip_norm: float | None = None) -> torch.Tensor:
+    """The parameters after one process's plain training."""
+    inputs, targets = make_data(settings.samples, settings.dtype)
+    model = make_model(settings.dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    for epoch in range(settings.epochs):
+        sampler = BalancedSampler(settings.samples, [sum(settings.shares)], 0)
+        sampler.set_epoch(epoch)
+        for order in sampler:
+            optimizer.zero_grad()
+            cross_entropy(model(inputs[order]), targets[order]).backward()
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+            optimizer.step()
+            scheduler.step()
+    return flat(model.parameters())
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()

@@ -1,4 +1,4 @@
-"""What a Trainer can be told, besides model, optimizer, loss and data."""
+"""The settings of a Trainer, besides model, optimizer, loss and data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

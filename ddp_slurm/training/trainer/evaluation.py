@@ -38,31 +38,39 @@ def evaluate(
     if len(source) == 0:
         raise DataError("the evaluation data have no samples")
     inner = without_ddp(model)
-    spans = _own_spans(len(source), shares, rank, batch_size)
     loss = loss_function
     if not isinstance(loss, WeightedLoss):
         loss = WeightedLoss(loss)
-    sums = torch.zeros(5, dtype=torch.float64, device=source.device)
-    loss_sum, weight, correct, classified, seen = sums.unbind()  # views: += changes sums
+    spans = _own_spans(len(source), shares, rank, batch_size)
     with _evaluation_mode(inner):
-        for inputs, targets in source.batches(torch.arange(len(source)), spans, epoch=0):
-            with precision.autocast():
-                outputs = inner(inputs)
-                if not loss.is_empty(targets):
-                    value, factor = loss.value_and_factor(outputs, targets)
-                    loss_sum += value.double() * factor
-                    weight += loss.weight(targets)
-            samples = len(targets)
-            seen += samples
-            if _are_classes(outputs, targets):
-                correct += (outputs.argmax(dim=1) == targets).sum()
-                classified += samples
+        sums = _sums_over(inner, source, spans, loss, precision)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(sums)
-    result = {"loss": (loss_sum / weight).item(), "samples": seen.item()}
-    if classified == seen:
-        result["accuracy"] = (correct / seen).item()
+    loss_sum, weight, samples, correct, classified = sums.tolist()
+    result = {"loss": loss_sum / weight, "samples": samples}
+    if classified == samples:
+        result["accuracy"] = correct / samples
     return result
+
+
+def _sums_over(
+    model: nn.Module, source: Source, spans: list[Span], loss: WeightedLoss, precision: Precision
+) -> Tensor:
+    """Of this rank: loss, its weight, samples, correct ones, those with a class; float64 (5,)."""
+    sums = torch.zeros(5, dtype=torch.float64, device=source.device)
+    loss_sum, weight, samples, correct, classified = sums.unbind()  # views: += changes sums
+    for inputs, targets in source.batches(torch.arange(len(source)), spans, epoch=0):
+        with precision.autocast():
+            outputs = model(inputs)
+            if not loss.is_empty(targets):
+                value, factor = loss.value_and_factor(outputs, targets)
+                loss_sum += value.double() * factor
+                weight += loss.weight(targets)
+        samples += len(targets)
+        if _are_classes(outputs, targets):
+            correct += (outputs.argmax(dim=1) == targets).sum()
+            classified += len(targets)
+    return sums
 
 
 def without_ddp(model: nn.Module) -> nn.Module:
@@ -99,4 +107,5 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _are_classes(outputs: Tensor, targets: Tensor) -> bool:
-    return outputs.ndim == 2 and targets.ndim == 1 and not targets.is_floating_point()
+    is_matrix = isinstance(outputs, Tensor) and outputs.ndim == 2
+    return is_matrix and targets.ndim == 1 and not targets.is_floating_point()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from ddp_slurm.job_env import JobEnv
 from ddp_slurm.training.snapshot import SnapshotError
 from ddp_slurm.training.trainer.report import say
 from ddp_slurm.training.trainer.run_state import load_run_state, run_state
@@ -42,6 +45,8 @@ class Saver:
         if self._snapshot is None or after_step in self._probed:
             return
         self._probed.add(after_step)
+        if not after_step and self.trainer.world.rank == 0:
+            _warn_if_not_requeued()
         state, snapshot = run_state(self.trainer), self._snapshot
         self._on_rank_0(lambda: snapshot.probe(state))
 
@@ -74,3 +79,13 @@ class Saver:
         dist.broadcast_object_list(errors, src=0, group=self.trainer.world.control)
         if errors[0] is not None:
             raise SnapshotError(errors[0])
+
+
+def _warn_if_not_requeued() -> None:
+    """The job script looks for the marker's file; in a container its folder may not exist."""
+    marker = JobEnv.from_environ().requeue_marker
+    if marker and not os.access(Path(marker).parent, os.W_OK):
+        say(
+            f"warning: the job will not be requeued before its time limit: {marker} cannot be "
+            "created here (a container without the job's temporary folder?)"
+        )
