@@ -155,7 +155,7 @@ for _node, _place in (("gamma", "first"), ("beta", "middle"), ("alpha", "last"))
             options=RESTARTS,
             end="COMPLETED" if _seconds else "CANNOT_START",
             # With the first node the script dies that could write a line.
-            named="" if _place == "first" else "a node was lost",
+            named="" if _place == "first" else f"a node was lost|Node failure on {_node}",
         )
 ROWS["cable-10"] = Row(
     "rank 1's cable pulled for 10 s", pull_cable("beta", 10), end="FAILED|COMPLETED"
