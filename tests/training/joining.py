@@ -53,6 +53,7 @@ def be_impatient() -> None:
     for module in (failure, rendezvous):
         module.REPORT_SECONDS = 4.0
         module.LATE_SECONDS = 1.0
+    failure.LEAST_SILENCE_SECONDS = 8.0
     rendezvous.VERDICT_SECONDS = 1.0
     peers.ROLL_CALL_SECONDS = 1.0
 
@@ -66,6 +67,16 @@ def end_silently(pipe: Connection, victim: int, how: str, backend_seconds: float
             tell(pipe, "ready")
             end_like(how)
         dist.barrier()
+
+
+def end_outside_a_collective(pipe: Connection, victim: int, how: str) -> None:
+    """One rank ends without a report, or stops, while the others are busy for long."""
+    be_impatient()
+    with init_distributed(timeout_seconds=4.0) as world:
+        dist.barrier()
+        if world.rank == victim:
+            end_like(how)
+        threading.Event().wait(600)
 
 
 def end_like(how: str) -> None:

@@ -15,6 +15,7 @@ from tests.conftest import without_launcher
 
 from .joining import (
     be_late,
+    end_outside_a_collective,
     end_silently,
     end_while_rank_0_waits,
     fail_after_rank_0_has_left,
@@ -125,6 +126,16 @@ def test_rank_that_hangs_is_named(tmp_path: Path, victim: int) -> None:
             assert "does not respond" in lines[-1]
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_rank_is_missed_outside_a_collective(tmp_path: Path, how: str, victim: int) -> None:
+    with world(tmp_path, (1, 2), end_outside_a_collective, victim, how, environ=NODE) as running:
+        assert statuses_but(running, victim) == {1}
+        for rank in {*range(3)} - {victim}:
+            expected = f"rank {rank} on node: ends, because rank {victim} on node"
+            assert expected in running.log(rank).splitlines()[-1]
+
+
 @pytest.mark.parametrize("moment", ["verdict", "leaving"])
 def test_rank_0_that_hangs_holds_nobody(tmp_path: Path, moment: str) -> None:
     with world(tmp_path, (1, 2), stop_before, moment, environ=NODE) as running:
@@ -180,7 +191,7 @@ def test_rank_0_names_the_ranks_that_left_early(tmp_path: Path) -> None:
 def test_rank_that_ends_while_rank_0_waits_is_named(tmp_path: Path, how: str) -> None:
     with world(tmp_path, (1, 1), end_while_rank_0_waits, how, environ=NODE) as running:
         assert running.wait(PATIENCE_SECONDS)[0] == 1
-        assert "rank 1 on node ended without a report or does not respond, while" in running.log(0)
+        assert "rank 1 on node ended without a report or does not respond" in running.log(0)
 
 
 SCRIPT = """

@@ -3,7 +3,8 @@
 A collective whose partner is gone waits for its time-out, with NCCL for minutes, and holds the
 GPUs. So the failing rank reports it through the rendezvous store, and a thread in every other rank
 waits for that message. A rank that was killed reports nothing: the ranks whose collectives fail
-call the roll through the store, and the one that does not answer is named.
+call the roll through the store, and the one that does not answer is named. Where collectives do
+not fail either, ``heartbeat`` finds it.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from torch import distributed as dist
 
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.training.process_group.ending import Deadline, print_last
+from ddp_slurm.training.process_group.heartbeat import Heartbeat
 from ddp_slurm.training.process_group.peers import (
     Ending,
     Message,
@@ -34,6 +36,8 @@ LAST_WORDS_SECONDS = 2.0
 LATE_SECONDS = 10.0
 """How long after one rank has left those that have not are named in the log."""
 JOIN_SECONDS = 5.0
+LEAST_SILENCE_SECONDS = 20.0
+"""A rank that is silent for a shorter time may only be busy."""
 
 LOST_CONNECTION = re.compile(
     "gloo/transport|NCCL|[Cc]onnection (closed|reset|refused)|[Tt]imed out|Broken pipe|[Ss]ocket"
@@ -59,6 +63,9 @@ class FailureWatch:
             target=self._watch, name="ddp_slurm failure watch", daemon=True
         )
         self._previous_hook = sys.excepthook
+        self._heartbeat = Heartbeat(
+            peers, max(timeout_seconds, LEAST_SILENCE_SECONDS), self._end_without
+        )
         self._ended = False
         self._late_timer: threading.Timer | None = None
         # the thread that has it ends the process; the other one waits for that
@@ -67,6 +74,7 @@ class FailureWatch:
     def start(self) -> None:
         sys.excepthook = self._on_uncaught
         self._thread.start()
+        self._heartbeat.start()
 
     def announce_leaving(self) -> None:
         """Before this rank closes its process group, which breaks a collective of the others."""
@@ -80,6 +88,7 @@ class FailureWatch:
             self._late_timer.cancel()
         if sys.excepthook == self._on_uncaught:
             sys.excepthook = self._previous_hook
+        self._heartbeat.stop(JOIN_SECONDS)
         # Where rank 0 and its store are gone already the thread sees that itself.
         with contextlib.suppress(RuntimeError):
             self.peers.say_left()
@@ -114,6 +123,15 @@ class FailureWatch:
                 self._start_late_timer()
             else:
                 self._end_because_of(Ending(message.status, message.text))
+
+    def _end_without(self, lost: list[int]) -> None:
+        """End all ranks, in the thread of the heartbeat."""
+        self._leaving.acquire()
+        with self._deadline(1):
+            first = self._settle(Ending(1, self.peers.lost(lost)), is_consequence=False)
+            print_last(f"{self.peers.place}: ends, because {first.text}")
+            self._linger()
+        os._exit(first.status)
 
     def _end_because_of(self, ending: Ending) -> None:
         self._leaving.acquire()
@@ -167,11 +185,7 @@ class FailureWatch:
             return first
         found = peers.call_roll("failure")
         if found.lost:
-            return Ending(
-                1,
-                f"{peers.name(found.lost)} ended without a report or does not respond: killed, "
-                "crashed or hanging, or the link to the host is lost",
-            )
+            return Ending(1, peers.lost(found.lost))
         if found.leaving:
             return Ending(
                 1,

@@ -125,6 +125,12 @@ class Peers:
         """The ranks whose key exists."""
         return [rank for rank in range(len(self.places)) if self.store.check([key(rank)])]
 
+    def lost(self, ranks: Sequence[int]) -> str:
+        return (
+            f"{self.name(ranks)} ended without a report or does not respond: killed, crashed or "
+            "hanging, or the link to the host is lost"
+        )
+
     def rank_0_is_gone(self) -> str:
         return (
             f"{self.places[0]}, whose store the ranks report to, ended without a report, or the "

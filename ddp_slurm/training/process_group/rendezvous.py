@@ -153,8 +153,7 @@ def _wait_for_late_ranks(peers: Peers, timeout_seconds: float) -> None:
     found = peers.call_roll("leaving")
     if found.lost:
         raise LostRankError(
-            f"{peers.place}: {peers.name(found.lost)} ended without a report or does not "
-            f"respond, while {peers.place} waited for all ranks to leave"
+            f"{peers.place} waited for all ranks to leave, and {peers.lost(found.lost)}"
         )
     gone = peers.ranks_with(left_key)
     late = [rank for rank in peers.others if rank not in gone]

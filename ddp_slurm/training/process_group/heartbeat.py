@@ -1,0 +1,76 @@
+"""Every rank shows now and then that it is alive, and sees whether rank 0 and its store are.
+
+Where a rank is killed, stopped or cut off, NCCL's collectives of the others do not end: the call
+waits in the driver, out of reach of any exception, and torch's own watchdog may wait, too. So a
+thread in every process looks, and ends it. It allows a silence as long as a collective may take.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+
+from ddp_slurm.training.process_group.ending import Deadline
+from ddp_slurm.training.process_group.peers import Peers, left_key
+
+MOST_SECONDS_BETWEEN_BEATS = 30.0
+
+
+class Heartbeat:
+    """Beats in a thread; calls ``on_lost`` there, once, with ranks that have been silent for too
+    long. Rank 0 watches all ranks, the others watch rank 0."""
+
+    def __init__(
+        self, peers: Peers, limit_seconds: float, on_lost: Callable[[list[int]], None]
+    ) -> None:
+        self._peers = peers
+        self._limit_seconds = limit_seconds
+        self._on_lost = on_lost
+        self._watched = peers.others if peers.rank == 0 else [0]
+        self._last_beats: dict[int, tuple[bytes, float]] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ddp_slurm heartbeat", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, seconds: float) -> None:
+        """Wait for the end of the thread, so many seconds at most."""
+        self._stop.set()
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        pause = min(MOST_SECONDS_BETWEEN_BEATS, self._limit_seconds / 4)
+        count = 0
+        try:
+            while not self._stop.wait(pause):
+                count += 1
+                reason = self._peers.rank_0_does_not_respond()
+                silence = f"{self._peers.place}: ends, because {reason}"
+                with Deadline(self._limit_seconds, silence):
+                    self._peers.store.set(_beat_key(self._peers.rank), str(count))
+                    lost = self._find_lost()
+                if lost and not self._stop.is_set():
+                    self._on_lost(lost)
+                    return
+        except RuntimeError:
+            return  # the store is gone, which the thread that waits for messages sees
+
+    def _find_lost(self) -> list[int]:
+        now = time.monotonic()
+        lost = []
+        for rank in self._watched:
+            key = _beat_key(rank)
+            beat = self._peers.store.get(key) if self._peers.store.check([key]) else b""
+            last_beat, since = self._last_beats.setdefault(rank, (beat, now))
+            if beat != last_beat:
+                self._last_beats[rank] = (beat, now)
+            elif now - since > self._limit_seconds and not self._has_left(rank):
+                lost.append(rank)
+        return lost
+
+    def _has_left(self, rank: int) -> bool:
+        return self._peers.store.check([left_key(rank)])
+
+
+def _beat_key(rank: int) -> str:
+    return f"beat/{rank}"
