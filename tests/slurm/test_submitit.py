@@ -25,7 +25,9 @@ from submitit.helpers import (  # noqa: E402
 from ddp_slurm.backends.submitit.executor import HetSlurmExecutor, HetSlurmJob  # noqa: E402
 from ddp_slurm.lab import Lab  # noqa: E402
 
+from ..waiting import wait_until  # noqa: E402
 from .conftest import LIVE_CLUSTER  # noqa: E402
+from .test_restarts import URGENT, configure  # noqa: E402
 
 # the nodes do not have this file on their path
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -35,13 +37,25 @@ HOSTS = ["gamma", "beta", "beta", "alpha", "alpha", "alpha", "alpha"]
 
 
 @pytest.fixture
-def executor(
-    live_lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_environ: dict[str, str]
-) -> HetSlurmExecutor:
-    for name in set(os.environ) - set(clean_environ):
-        monkeypatch.delenv(name)
-    for name, value in live_lab.environ.items():
-        monkeypatch.setenv(name, value)
+def executor_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_environ: dict[str, str]
+) -> Callable[[Lab], HetSlurmExecutor]:
+    def make(lab: Lab) -> HetSlurmExecutor:
+        for name in set(os.environ) - set(clean_environ):
+            monkeypatch.delenv(name)
+        for name, value in lab.environ.items():
+            monkeypatch.setenv(name, value)
+        return _executor(tmp_path)
+
+    return make
+
+
+@pytest.fixture
+def executor(live_lab: Lab, executor_in: Callable[[Lab], HetSlurmExecutor]) -> HetSlurmExecutor:
+    return executor_in(live_lab)
+
+
+def _executor(tmp_path: Path) -> HetSlurmExecutor:
     (tmp_path / "cluster.yaml").write_text(LIVE_CLUSTER)
     executor = HetSlurmExecutor(tmp_path / "a folder", tmp_path / "cluster.yaml")
     executor.update_parameters(time=5, env={"OMP_NUM_THREADS": 1})
@@ -216,7 +230,7 @@ def test_scancel(executor: HetSlurmExecutor) -> None:
 
 
 class Counts(Checkpointable):  # type: ignore[misc]
-    """Waits for its signal in the first start, and returns in the second which state it was given."""
+    """Waits for its signal in the first start, and returns in the second the state it was given."""
 
     def __init__(self, folder: Path, starts: int = 0) -> None:
         self.folder, self.starts = folder, starts
@@ -241,6 +255,26 @@ def test_checkpoint_and_requeue_once(executor: HetSlurmExecutor, tmp_path: Path)
         assert not job.done()
         time.sleep(0.1)
     subprocess.run(["scancel", "--signal=USR2", job.job_id], check=True)
+    assert job.results() == [(rank, 1, "1") for rank in range(7)]
+    assert [(starts / f"rank{rank}").read_text() for rank in range(7)] == ["xx"] * 7
+    assert "Requeued job" in (job.task(0).stdout() or "")
+
+
+def test_a_preempted_job_goes_on_from_its_checkpoint(
+    make_lab: Callable[..., Lab], executor_in: Callable[[Lab], HetSlurmExecutor], tmp_path: Path
+) -> None:
+    """Slurm sends SIGTERM alone, and requeues the job itself only after the grace time."""
+    lab = make_lab(LIVE_CLUSTER)
+    grace = {"^(PartitionName=all .*)": r"\1 PriorityTier=1 GraceTime=60 PreemptMode=REQUEUE"}
+    configure(lab, grace, URGENT)
+    executor = executor_in(lab)
+    executor.update_parameters(time=30, max_restarts=1)
+    starts = tmp_path / "starts"
+    starts.mkdir()
+    job = executor.submit(Counts(starts))
+    wait_until(lambda: len(list(starts.iterdir())) == 7, "all ranks", seconds=300)
+    urgent = ["sbatch", "--partition=urgent", "--nodelist=alpha", "--exclusive", "--time=1"]
+    lab.run([*urgent, "--output=/dev/null", "--wrap=true"], check=True, stdout=subprocess.DEVNULL)
     assert job.results() == [(rank, 1, "1") for rank in range(7)]
     assert [(starts / f"rank{rank}").read_text() for rank in range(7)] == ["xx"] * 7
     assert "Requeued job" in (job.task(0).stdout() or "")
