@@ -7,6 +7,7 @@ fact() { printf 'fact %s %s\n' "$1" "$2" >&3; }
 candidate() { apt-cache policy slurmd 2>/dev/null | sed -n 's/^ *Candidate: *//p' | grep -v '(none)' || true; }
 
 fact munge_uid "$(id -u munge 2>/dev/null || true)"
+fact cgroup "$(stat -fc %T /sys/fs/cgroup 2>/dev/null || true)"
 fact slurm_uid "$(id -u slurm 2>/dev/null || true)"
 if command -v slurmd >/dev/null; then
     fact slurm_version "$(slurmd -V | sed 's/.* //')"

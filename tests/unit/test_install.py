@@ -52,7 +52,9 @@ class Nodes:
         self,
         versions: dict[str, str] | None = None,
         answer: Callable[[str, str], Answer] | None = None,
+        cgroup: str = "",
     ) -> None:
+        self.cgroup = cgroup
         self.versions = versions or {node.name: "22.05.8" for node in CLUSTER.nodes}
         self.answer = answer or (lambda step, node: Answer(0, "result ok\n", ""))
         self.ran: list[tuple[str, str]] = []
@@ -72,7 +74,7 @@ class Nodes:
         if "ASK_KEY=" in text:
             return Answer(
                 0,
-                "fact munge_uid \nfact slurm_uid \n"
+                f"fact munge_uid \nfact slurm_uid \nfact cgroup {self.cgroup}\n"
                 f"fact slurm_version {self.versions[node.name]}\n",
                 "",
             )
@@ -170,6 +172,24 @@ def test_install_refuses_different_releases_first() -> None:
     assert nodes.ran == []
     with pytest.raises(InstallError, match="no Slurm package can be found on login"):
         install(CLUSTER, runner=Nodes({"gamma": "22.05.8", "alpha": "22.05.2", "login": ""}))
+
+
+def test_install_refuses_slurm_without_cgroup_v2_first() -> None:
+    versions = dict.fromkeys(("gamma", "alpha", "login"), "21.08.5")
+    nodes = Nodes(versions, cgroup="cgroup2fs")
+    with pytest.raises(InstallError, match=r"21\.08 does not start on gamma, alpha, login: .* v2"):
+        install(CLUSTER, runner=nodes)
+    assert nodes.ran == []
+    install(CLUSTER, runner=Nodes(versions, cgroup="tmpfs"))
+    install(CLUSTER, runner=Nodes(cgroup="cgroup2fs"))
+
+
+@pytest.mark.parametrize("version", ["17.11.2", "21.08.5", ""])
+def test_install_steps_before_slurm_need_no_release(version: str) -> None:
+    versions = dict.fromkeys(("gamma", "alpha", "login"), version)
+    nodes = Nodes(versions | {"alpha": "23.11.4"}, cgroup="cgroup2fs")
+    install(CLUSTER, steps=["hosts", "users", "clock"], runner=nodes)
+    assert {step for step, _ in nodes.ran} == {"hosts", "users", "clock"}
 
 
 def test_install_refuses_loopback_addresses() -> None:

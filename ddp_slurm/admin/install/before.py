@@ -10,6 +10,8 @@ from ddp_slurm.cluster import Cluster, Node
 from ddp_slurm.ssh.command import RemoteError
 from ddp_slurm.ssh.run import Runner, on_all
 
+FIRST_WITH_CGROUP_V2 = "22.05"
+
 
 @dataclass(frozen=True, slots=True)
 class NodeBefore:
@@ -19,6 +21,8 @@ class NodeBefore:
     slurm_uid: str = ""
     slurm_version: str = ""
     """Installed, or what its package sources offer."""
+    cgroup: str = ""
+    """The file system of /sys/fs/cgroup; cgroup2fs is version 2."""
     munge_key: str = ""
     """Base64, of the controller only."""
 
@@ -74,7 +78,8 @@ def common_release(before: Before, *, dry_run: bool) -> str:
     slurmctld accepts older slurmds, but a step over several releases breaks in ways that look like
     network errors, and the next upgrade excludes one of them: so one release on all nodes.
 
-    Raises InstallError where they differ, or where a node has none and it is no dry run.
+    Raises InstallError where they differ, where a node has none and it is no dry run, or where it
+    cannot run on a node.
     """
     versions = {name: node.slurm_version for name, node in before.nodes.items()}
     unknown = [name for name, version in versions.items() if not version]
@@ -90,4 +95,12 @@ def common_release(before: Before, *, dry_run: bool) -> str:
             f"the nodes would get different Slurm releases: {listed}; install one release on all "
             "of them first (see the guide)"
         )
-    return releases.pop() if releases else DEFAULT_RELEASE
+    release = releases.pop() if releases else DEFAULT_RELEASE
+    cgroup_v2 = [name for name, node in before.nodes.items() if node.cgroup == "cgroup2fs"]
+    if release < FIRST_WITH_CGROUP_V2 and cgroup_v2:
+        raise InstallError(
+            f"slurmd {release} does not start on {', '.join(cgroup_v2)}: these systems use cgroup "
+            f"v2, for which Slurm has a plugin from {FIRST_WITH_CGROUP_V2} on. Install a later "
+            "release on all nodes first, or the same newer system (see the guide, step 3)"
+        )
+    return release

@@ -44,10 +44,11 @@ def install(
     for name, cause in before.absent.items():
         outcomes.append(Outcome("before", name, "skipped", (cause,)))
         report(outcomes[-1])
-    release = common_release(before, dry_run=dry_run)
     settings |= settings_of_controller(before.nodes[cluster.controller_name])
-    settings |= settings_of_release(cluster, release)
-    _check_configless(plan, settings["SLURM_CONF"], release)
+    if any(step.needs_slurm for step in plan):
+        release = common_release(before, dry_run=dry_run)
+        settings |= settings_of_release(cluster, release)
+        _check_configless(plan, settings["SLURM_CONF"], release)
     for step in plan:
         step_nodes = chosen
         if step.on_controller_only:

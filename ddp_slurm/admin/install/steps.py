@@ -32,15 +32,22 @@ class Step:
     purpose: str
     on_controller_only: bool = False
     changes_nothing: bool = False
+    needs_slurm: bool = True
+    """It depends on Slurm's release; the others run also where none can be installed yet."""
     settings: tuple[str, ...] = ()
     """The variables that it needs besides those of every step."""
 
 
 SETTINGS_OF_ALL = ("NODES", "CONTROLLER", "CONTROLLER_ADDRESS", "DRY_RUN")
 STEPS = (
-    Step("hosts", "names and addresses of all nodes in /etc/hosts"),
-    Step("users", "the same ids for munge and slurm", settings=("MUNGE_UID", "SLURM_UID")),
-    Step("clock", "chrony, which follows the controller"),
+    Step("hosts", "names and addresses of all nodes in /etc/hosts", needs_slurm=False),
+    Step(
+        "users",
+        "the same ids for munge and slurm",
+        needs_slurm=False,
+        settings=("MUNGE_UID", "SLURM_UID"),
+    ),
+    Step("clock", "chrony, which follows the controller", needs_slurm=False),
     Step("packages", "Slurm and munge"),
     Step("munge", "one key for all nodes", settings=("MUNGE_KEY",)),
     Step(
