@@ -20,7 +20,7 @@ RELEASES = (
     "25.11",
     "26.05",
 )
-"""Oldest first. One srun over all components of a heterogeneous job begins with 20.11."""
+"""Oldest first. Before 20.02 no node can fetch its configuration, and het jobs are packjobs."""
 
 DEFAULT_RELEASE = "22.05"
 
@@ -75,8 +75,7 @@ def slurm_release(version: str) -> str:
     release = match[1]
     if release < RELEASES[0]:
         raise SlurmReleaseError(
-            f"Slurm {version} cannot start one step over all parts of a heterogeneous job; "
-            f"{RELEASES[0]} or later can"
+            f"Slurm {version} is too old; {RELEASES[0]} is the oldest supported"
         )
     if release not in RELEASES:
         raise SlurmReleaseError(

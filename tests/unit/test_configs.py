@@ -356,7 +356,7 @@ def test_health_check_must_be_a_full_path(cluster: Cluster, program: str) -> Non
 @pytest.mark.parametrize(
     ("version", "message"),
     [
-        ("19.05.5", "20.11 or later can"),
+        ("19.05.5", "too old; 20.11 is the oldest supported"),
         ("27.02", "supported are 20.11, 21.08,"),
         ("22.5", "is not a Slurm version"),
         ("22.05\n", "is not a Slurm version"),

@@ -140,8 +140,8 @@ def release(snapshot: Snapshot) -> Findings:
         )
     for version, names in nodes_of_version.items():
         if version[:5] < RELEASES[0]:
-            cause = f"Slurm {version} cannot start one step over all parts of a het job"
-            yield error(names, cause, f"install {RELEASES[0]} or later")
+            cause = f"Slurm {version} is too old"
+            yield error(names, cause, f"install {RELEASES[0]} or later, the same on all nodes")
 
 
 def _installed_version(facts: Facts) -> str | None:
