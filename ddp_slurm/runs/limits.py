@@ -8,6 +8,8 @@ from ddp_slurm.slurm_client.partition_limits import Wanted, conflicts
 from ddp_slurm.slurm_client.records import read_partitions
 from ddp_slurm.user import group_names, user_name
 
+SHOW_PARTITIONS = ("scontrol", "--all", "show", "partition")
+"""``--all``: also those that this user's groups cannot use."""
 PARTITION_SECONDS = 5
 """The limit of the question: without an answer the job is submitted without a warning."""
 
@@ -17,7 +19,7 @@ def warn_of_partition_limits(plan: Plan) -> None:
 
     A warning only: an administrator may have given its account or QOS more.
     """
-    answer = ask_slurm(["scontrol", "show", "partition"], timeout_seconds=PARTITION_SECONDS)
+    answer = ask_slurm(SHOW_PARTITIONS, timeout_seconds=PARTITION_SECONDS)
     partitions = read_partitions(answer.out) if answer.status == 0 else []
     options = plan.options
     seconds = limit_seconds(options.time) if options.time else None

@@ -6,14 +6,16 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ddp_slurm.admin.configs import render_configs
+from ddp_slurm.admin.installation import USERS_MACHINES
 from ddp_slurm.ask import Answer
 from ddp_slurm.cluster import Cluster
 from ddp_slurm.lab import Lab, daemons
-from ddp_slurm.render.templating import render_template
 from ddp_slurm.runs.job import Job
 from ddp_slurm.slurm_client.commands import ask_slurm
 from ddp_slurm.slurm_client.sources import read_state
@@ -54,9 +56,10 @@ def accounting_lab(needs_lab: None, tmp_path_factory: pytest.TempPathFactory) ->
         pytest.skip(f"not installed: {' '.join(missing)}")
     file = tmp_path_factory.mktemp("accounting") / "cluster.yaml"
     file.write_text(LIVE_CLUSTER)
-    with Lab.up(Cluster.load(file), f"test-{os.getpid()}-dbd") as lab:
+    cluster = Cluster.load(file)
+    with Lab.up(cluster, f"test-{os.getpid()}-dbd") as lab:
         start_mariadb(lab)
-        start_slurmdbd(lab)
+        start_slurmdbd(lab, cluster)
         report_to_slurmdbd(lab)
         yield lab
 
@@ -113,15 +116,15 @@ def start_mariadb(lab: Lab) -> None:
     )
 
 
-def start_slurmdbd(lab: Lab) -> None:
-    text = render_template(
-        "slurmdbd.conf.j2",
-        release="22.05",
+def start_slurmdbd(lab: Lab, cluster: Cluster) -> None:
+    site = replace(
+        USERS_MACHINES,
         controller=lab.controller,
         slurm_user="root",
-        log_dir=lab.folder / "log",
-        run_dir=lab.folder / "state",
+        log_dir=str(lab.folder / "log"),
+        run_dir=str(lab.folder / "state"),
     )
+    text = render_configs(cluster, installation=site, slurmdbd=True)["slurmdbd.conf"]
     conf = lab.slurm_conf.with_name("slurmdbd.conf")
     conf.touch(0o600)
     conf.write_text(f"{text}AuthInfo=socket={lab.folder / 'munge/socket'}\n")

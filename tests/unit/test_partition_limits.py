@@ -48,7 +48,7 @@ def test_limits_that_are_kept() -> None:
 
 def test_submit_warns_and_submits(uneven: Path, submit: Command, stub: Stub) -> None:
     limited = "PartitionName=all\n   Default=YES State=UP MaxNodes=9 MaxTime=00:30:00"
-    stub("scontrol", f"[[ $2 != partition ]] || echo '{limited}'")
+    stub("scontrol", f'[[ "$*" != "--all show partition" ]] || echo \'{limited}\'')
     stub("sbatch", "cat >/dev/null; echo 48")
     done = submit("--backend", "sbatch", "--time", "31", "--", "train.py")
     assert (done.returncode, done.stdout) == (0, "48\n")
