@@ -147,7 +147,7 @@ def report_to_slurmdbd(lab: Lab) -> None:
             f"AccountingStoragePass={lab.folder / 'munge/socket'}\n"
         )
     os.kill(int((lab.folder / "state/slurmctld.pid").read_text()), signal.SIGTERM)
-    wait(lambda: not lab.daemon_runs(None, "slurmctld"), lab.folder / "log/slurmctld.log")
+    wait(lambda: not daemons.is_running(lab, None, "slurmctld"), lab.folder / "log/slurmctld.log")
     daemons.start_slurmctld(lab)
     daemons.wait_for_nodes(lab)
 
