@@ -134,13 +134,11 @@ class _Run:
 
 
 def _handled_signals() -> list[signal.Signals]:
-    """STOP_SIGNALS without those that are ignored on purpose: SIGHUP by nohup."""
-    always = (signal.SIGINT, signal.SIGTERM)  # a shell without job control ignores SIGINT
-    return [
-        number
-        for number in STOP_SIGNALS
-        if number in always or signal.getsignal(number) is not signal.SIG_IGN
-    ]
+    """STOP_SIGNALS without those that the caller wants ignored.
+
+    nohup ignores SIGHUP, and a script ignores SIGINT for what it starts in the background.
+    """
+    return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def _report(message: str) -> None:

@@ -404,16 +404,20 @@ def test_a_closed_terminal_stops_all_and_is_recorded(
     assert "stopping 7 ranks" in (marker.parent / "log").read_text()
 
 
-def test_a_run_under_nohup_goes_on_after_sighup(uneven: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_that_was_ignored_stays_ignored(
+    uneven: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """As under nohup, and in the background of a script."""
     os.mkfifo(tmp_path / "go")
     (tmp_path / "rank.py").write_text("print('up', flush=True); open('go').read()")
     command = [sys.executable, "-m", "ddp_slurm.submit", "--backend", "local"]
     command += ["--gpus", "1", "--", "rank.py"]
-    ignore = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
+    ignore = functools.partial(signal.signal, number, signal.SIG_IGN)
     with running(command, cwd=tmp_path, preexec_fn=ignore) as launcher:
         assert launcher.stdout is not None
         assert any("up" in line for line in launcher.stdout)
-        launcher.send_signal(signal.SIGHUP)
+        launcher.send_signal(number)
         (tmp_path / "go").open("w").close()
         assert launcher.wait(timeout=30) == 0
 

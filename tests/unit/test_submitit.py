@@ -21,14 +21,11 @@ from submitit.helpers import TorchDistributedEnvironment  # noqa: E402
 from submitit.slurm import slurm  # noqa: E402
 
 from ddp_slurm.backends import sbatch  # noqa: E402
+from ddp_slurm.backends.submitit import HetSlurmExecutor, HetSlurmJob  # noqa: E402
 from ddp_slurm.backends.submitit import job as submitit_job  # noqa: E402
 from ddp_slurm.backends.submitit import plan as submitit_plan  # noqa: E402
 from ddp_slurm.backends.submitit import rank as submitit_rank  # noqa: E402
-from ddp_slurm.backends.submitit.executor import (  # noqa: E402
-    HetSlurmExecutor,
-    HetSlurmJob,
-    HetSlurmJobEnvironment,
-)
+from ddp_slurm.backends.submitit.executor import HetSlurmJobEnvironment  # noqa: E402
 from ddp_slurm.backends.submitit.plan import minutes  # noqa: E402
 from ddp_slurm.errors import DdpSlurmError  # noqa: E402
 from ddp_slurm.job.options import OptionsError  # noqa: E402
@@ -108,7 +105,7 @@ def test_submitit_finds_both_plug_ins() -> None:
 
 
 def test_a_rank_loads_little() -> None:
-    code = "import sys, ddp_slurm.backends.submitit.executor\n"
+    code = "import sys, ddp_slurm.backends.submitit\n"
     code += "print([name for name in ('jinja2', 'yaml') if name in sys.modules])"
     assert (
         subprocess.run(
