@@ -174,6 +174,17 @@ def test_srun_that_waits_for_tasks_that_are_gone_is_ended(
     assert "a node was lost; requeued (1 of 1)" in job.log
 
 
+def test_messages_of_an_earlier_attempt_do_not_end_srun(
+    script: MakeScript, stub: Stub, slurm: FakeSlurm
+) -> None:
+    fails = "echo 'srun: error: alpha: task 0: Exited with exit code 1' >&2; exit 1"
+    started = '"$FAKE_SLURM/started"'
+    stub("srun", f"[[ -e {started} ]] || {{ touch {started}; {fails}; }}\nexec /bin/sleep 1")
+    job = script(max_restarts=1, launcher="torchrun")
+    assert job.run(SLURMD_NODENAME="gamma") == 0, job.log
+    assert "the ranks ended with status 1; restart 1 of 1" in job.log
+
+
 def test_failure_after_a_node_restarted_is_requeued(
     script: MakeScript, stub: Stub, slurm: FakeSlurm
 ) -> None:
