@@ -89,9 +89,10 @@ def render_torchrun(
     run = _Run(plan, folder, python, attempt)
     commands: list[NodeCommand] = []
     for component in plan.components:
+        environ = node_environ(plan, component)
         for node in component.nodes:
-            node_rank = len(commands)
-            commands.append(_node_command(run, component, node, node_rank))
+            words = _torchrun_words(run, component, node_rank=len(commands))
+            commands.append(_node_command(run, node, words, environ))
     return tuple(commands)
 
 
@@ -147,12 +148,13 @@ def _check(plan: Plan) -> None:
         )
 
 
-def _node_command(run: _Run, component: Component, node: str, node_rank: int) -> NodeCommand:
-    environ = node_environ(run.plan, component)
+def _node_command(
+    run: _Run, node: str, torchrun_words: list[str], environ: dict[str, str]
+) -> NodeCommand:
     exports = " ".join(f"{name}={_assigned(value)}" for name, value in environ.items())
     words = [
         *_container_words(run, node, environ),
-        *_torchrun_words(run, component, node_rank),
+        *torchrun_words,
         *_task_words(run),
     ]
     steps = [
