@@ -1,5 +1,6 @@
 """A job with restarts left survives a lost node, a preemption and a slurmctld that is away."""
 
+import contextlib
 import os
 import re
 import signal
@@ -133,8 +134,9 @@ def configure(lab: Lab, changes: dict[str, str], more: str = "") -> None:
 
 def stop_slurmctld(lab: Lab) -> None:
     for pid in network.processes(lab.switch):
-        if "slurmctld" in Path(f"/proc/{pid}/cmdline").read_text():
-            os.kill(pid, signal.SIGTERM)
+        with contextlib.suppress(FileNotFoundError):  # it has ended meanwhile
+            if "slurmctld" in Path(f"/proc/{pid}/cmdline").read_text():
+                os.kill(pid, signal.SIGTERM)
     while daemons.is_running(lab, None, "slurmctld"):
         time.sleep(POLL_SECONDS)
 

@@ -137,6 +137,17 @@ def test_restart_cancels_the_old_steps_first(
     assert slurm.calls == ["scancel 8.0 9.0", "srun"]
 
 
+def test_restart_goes_on_after_a_late_sigterm(
+    script: MakeScript, stub: Stub, slurm: FakeSlurm
+) -> None:
+    """Slurm 20.11 may send the SIGTERM of the lost node's first run to the second one."""
+    stub("srun", 'echo srun >>"$FAKE_SLURM/calls"')
+    stub("sleep", "kill -TERM $PPID; kill -TERM $$")
+    slurm.set(components=RUNNING.replace(" 0 ", " 1 "), steps="8.0\n")
+    assert script(max_restarts=1).run(SLURM_RESTART_COUNT="1") == 0
+    assert slurm.calls == ["scancel 8.0", "srun"]
+
+
 def test_restart_without_a_component_requeues_all(
     script: MakeScript, stub: Stub, slurm: FakeSlurm
 ) -> None:
