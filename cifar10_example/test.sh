@@ -127,7 +127,7 @@ _ddp_requeue() {
       _ddp_say "not requeued: $answer"
       return 1
     fi
-    sleep 5
+    sleep 5 || true
   done
 }
 
@@ -172,7 +172,7 @@ _ddp_wait_for_components() {
       # shellcheck disable=SC2086 # one word a step
       [[ -z $steps ]] || scancel $steps || true
     fi
-    sleep 3
+    sleep 3 || true # a signal to all processes of the script ends it
   done
   _ddp_requeue_and_exit "old steps of the job do not end" 75
 }
