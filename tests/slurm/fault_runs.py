@@ -36,8 +36,9 @@ FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "CANNOT_STA
 # Trains with a pause in each step. The rank $1 ends in the way $2, once, after the first step at
 # which the file "fault" exists.
 FAULTY = """
-import os, runpy, sys, time
+import functools, os, runpy, sys, time
 from pathlib import Path
+from ddp_slurm import training
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 rank, what = sys.argv[1:3]
@@ -55,6 +56,8 @@ def after_step(*_):
     sys.exit(int(what))
 
 
+# A collective may take 40 s instead of ten minutes.
+training.init_distributed = functools.partial(training.init_distributed, timeout_seconds=40)
 register_optimizer_step_post_hook(after_step)
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

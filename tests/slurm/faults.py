@@ -114,10 +114,10 @@ ROWS = {
         "rank 0: sys.exit(0) in the middle", trigger, planted=("0", "0"), named="rank 0 on gamma"
     ),
     "stop-0": Row(
-        "rank 0: kill -STOP", kill_rank(0, signal.SIGSTOP), named="rank 0 on gamma.*not respond"
+        "rank 0: kill -STOP", kill_rank(0, signal.SIGSTOP), named="rank 0 on gamma.*(respond|hang)"
     ),
     "stop-1": Row(
-        "rank 1: kill -STOP", kill_rank(1, signal.SIGSTOP), named="rank 1 on beta.*not respond"
+        "rank 1: kill -STOP", kill_rank(1, signal.SIGSTOP), named="rank 1 on beta.*(respond|hang)"
     ),
     "cancel": Row("ddp-slurm cancel", cancel, end="CANCELLED", named="CANCELLED"),
     "time-limit": Row(
