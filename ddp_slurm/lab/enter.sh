@@ -32,5 +32,9 @@ fi
     mount --bind "$etc/$name" "/etc/$name"
     [ -z "$root" ] || mount --bind "$etc/$name" "$etc/root/etc/$name"
 done
-[ -z "$root" ] || set -- chroot "$etc/root" env -C "$PWD" -- "$@"
+if [ -n "$root" ]; then
+    folder=$PWD
+    [ -d "$etc/root$folder" ] || folder=/ # below /var or /usr, which are the root's own
+    set -- chroot "$etc/root" env -C "$folder" -- "$@"
+fi
 exec "$@"

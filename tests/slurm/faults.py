@@ -1,5 +1,6 @@
 """The faults of the matrix: what breaks, and what should come of it."""
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable
@@ -92,12 +93,9 @@ PartitionName=all GraceTime=30 PriorityTier=1 """
 
 def fill_disk(run: FaultRun) -> None:
     """Leave no byte on the small disk that the folder is on."""
-    with open(run.folder / "filler", "wb") as file:
-        try:
-            while file.write(bytes(4096)):
-                file.flush()
-        except OSError:
-            return
+    with contextlib.suppress(OSError), open(run.folder / "filler", "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
 
 
 ROWS = {

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,13 @@ def test_the_daemons_do_not_complain_about_the_files(
 ) -> None:
     assert set(release_lab.status().values()) == {"IDLE"}
     assert complaints(release_lab.folder / "log") == []
+
+
+def test_client_runs_in_a_folder_that_the_root_lacks(release_lab: Lab) -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        done = release_lab.run(["pwd"], cwd=folder, capture_output=True, text=True)
+        expected = folder if release_lab.slurm_root is None else "/"
+    assert done.stdout.strip() == expected, done.stderr
 
 
 RANK = """
