@@ -19,10 +19,15 @@ from .snapshots import names, state, step
 
 HOLD = """
 import sys
-from ddp_slurm.training import Snapshot
-Snapshot(sys.argv[1]).load()
+from ddp_slurm.training import Snapshot, SnapshotError
+snapshot = Snapshot(sys.argv[1])
+snapshot.load()
 print("held", flush=True)
-sys.stdin.read()
+sys.stdin.readline()
+try:
+    snapshot.save({"step": 9})
+except SnapshotError as error:
+    print(error, flush=True)
 """
 
 
@@ -58,6 +63,23 @@ def test_snapshot_in_use_by_another_run_is_refused(
     Snapshot(path).save(state(1))  # the other one was killed: its lock is gone
 
 
+def test_snapshot_of_a_requeued_job_is_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crashed host's lock may stay; a process of it that lives after all must not save."""
+    monkeypatch.setattr(snapshot_lock, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    with another_run(tmp_path / "s.pt") as process:
+        snapshot = Snapshot(tmp_path / "s.pt")
+        assert snapshot.load() is None
+        assert "is taken over from this job's earlier process: job 4711" in snapshot.warnings[0]
+        snapshot.save(state(1))
+        printed, _ = process.communicate("save\n")
+    assert "another run has taken over the snapshot" in printed
+    assert f"process {os.getpid()}" in printed
+    assert step(snapshot) == 1
+
+
 def test_snapshot_waits_for_a_run_that_is_ending(tmp_path: Path) -> None:
     path = tmp_path / "s.pt"
     with another_run(path) as process:
@@ -65,9 +87,13 @@ def test_snapshot_waits_for_a_run_that_is_ending(tmp_path: Path) -> None:
         Snapshot(path).save(state(1))
 
 
-def test_snapshot_taken_over_without_locks_is_noticed(snapshot: Snapshot) -> None:
-    """Some network file systems lock within one host only."""
+@pytest.mark.parametrize("removed", [False, True])
+def test_snapshot_taken_over_without_locks_is_noticed(snapshot: Snapshot, removed: bool) -> None:
+    """Some network file systems lock within one host only; or the lock file was removed."""
     lock = snapshot.path.with_name(".snap shot.pt.lock")
+    if removed:
+        lock.unlink()
+        snapshot.save(state(2))
     lock.write_text("job 9, host other, process 1, since 2026")
     with pytest.raises(
         SnapshotError, match=r"(?s)another run has taken over .*: job 9, host other"

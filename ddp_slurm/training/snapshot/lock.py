@@ -1,5 +1,11 @@
-"""One run a snapshot: a lock that the run holds as long as its process lives."""
+"""One run a snapshot: a lock that the run holds as long as its process lives.
 
+A host that crashes may leave its lock behind on a network file system: with NFS 3 until it has
+rebooted. So the same Slurm job, requeued, takes the lock over by writing its own entry into the
+file. The process before it, if it is still alive after all, finds that entry and saves nothing.
+"""
+
+import contextlib
 import fcntl
 import os
 import socket
@@ -19,7 +25,7 @@ process ends: closing any descriptor of a file gives up the process's POSIX lock
 
 
 def lock_run(path: Path) -> str | None:
-    """Lock the snapshot ``path`` for this process; None, or a warning where locks do not work.
+    """Lock the snapshot ``path`` for this process; None, or a warning if that is not certain.
 
     Raises SnapshotError, with job and host of the holder, if another run has the lock, and OSError
     if the lock file ``.NAME.lock`` cannot be made.
@@ -29,59 +35,79 @@ def lock_run(path: Path) -> str | None:
     if key in _held:
         return None
     descriptor = os.open(lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    warning = None
     try:
-        _wait_for_lock(descriptor, path)
+        if not _wait_for_lock(descriptor):
+            warning = _take_over(descriptor, path)
     except OSError as error:  # no lock manager on this file system
         os.close(descriptor)
         return f"{path} is not locked against other runs: {error}"
     except SnapshotError:
         os.close(descriptor)
         raise
-    entry = _own_entry().encode()
+    entry = f"{_own_job()}, {_own_process()}".encode()
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, entry, 0)
     _held[key] = (descriptor, entry)
-    return None
+    return warning
 
 
 def check_still_locked(path: Path) -> None:
-    """Raise SnapshotError if another run has taken the lock over, on a file system without locks
-    between hosts."""
-    held = _held.get((os.getpid(), _lock_file(path)))
+    """Raise SnapshotError if another run has written its entry into the lock file.
+
+    That is the same job after a requeue, a run on a file system without locks between hosts, or
+    one whose user has removed our lock file.
+    """
+    lock_file = _lock_file(path)
+    held = _held.get((os.getpid(), lock_file))
     if held is None:
         return
     descriptor, entry = held
-    found = os.pread(descriptor, 4096, 0)
+    try:
+        is_ours = os.path.samestat(os.stat(lock_file), os.fstat(descriptor))
+    except FileNotFoundError:  # removed, and no other run has made it again
+        is_ours = True
+    found = os.pread(descriptor, 4096, 0) if is_ours else lock_file.read_bytes()
     if found != entry:
         raise SnapshotError(
             f"another run has taken over the snapshot {path}: {found.decode(errors='replace')}"
         )
 
 
-def _wait_for_lock(descriptor: int, path: Path) -> None:
+def _wait_for_lock(descriptor: int) -> bool:
+    """Whether the lock was free, or became free in time."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
-        try:
+        with contextlib.suppress(BlockingIOError, PermissionError):
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            pass
-        else:
-            return
+            return True
         if time.monotonic() > deadline:
-            holder = os.pread(descriptor, 4096, 0).decode(errors="replace")
-            raise SnapshotError(
-                f"the snapshot {path} is in use by another run: {holder}. Give each run its own "
-                "path; to only read it use Snapshot(path, lock=False)"
-            )
+            return False
         time.sleep(POLL_SECONDS)
+
+
+def _take_over(descriptor: int, path: Path) -> str:
+    """A warning if the holder is this Slurm job before a requeue. Raises SnapshotError if not."""
+    holder = os.pread(descriptor, 4096, 0).decode(errors="replace")
+    is_same_job = "SLURM_JOB_ID" in os.environ and holder.startswith(f"{_own_job()}, ")
+    if is_same_job:
+        return f"{path} is taken over from this job's earlier process: {holder}"
+    raise SnapshotError(
+        f"the snapshot {path} is in use by another run: {holder}. Give each run its own path; to "
+        "only read it use Snapshot(path, lock=False). If that run has ended (its host may have "
+        f"crashed), remove {_lock_file(path)}"
+    )
 
 
 def _lock_file(path: Path) -> Path:
     return path.with_name(f".{path.name}.lock")
 
 
-def _own_entry() -> str:
+def _own_job() -> str:
     job = os.environ.get("SLURM_JOB_ID")
-    name = f"job {job}" if job else "no Slurm job"
+    return f"job {job}" if job else "no Slurm job"
+
+
+def _own_process() -> str:
     since = datetime.now().isoformat(timespec="seconds")
-    return f"{name}, host {socket.gethostname()}, process {os.getpid()}, since {since}"
+    return f"host {socket.gethostname()}, process {os.getpid()}, since {since}"
