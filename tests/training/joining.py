@@ -143,7 +143,7 @@ def lose_the_link(pipe: Connection, namespaces: list[str], moment: str) -> None:
 
 
 def end_while_rank_0_waits(pipe: Connection, how: str) -> None:
-    """Rank 1 ends without a report after the last collective, while rank 0 waits for it to leave."""
+    """Rank 1 ends without a report after the last collective, while rank 0 waits for it."""
     be_impatient()
     with init_distributed() as world:
         dist.barrier()

@@ -55,8 +55,8 @@ def test_failing_rank_ends_all(tmp_path: Path, how: str, status: int, words: str
     if how == "raise":
         for rank in (0, 1, 2, 4, 5, 6):
             assert (
-                f"rank {rank} on node: ends, because rank 3 on node failed: ValueError: a bad sample"
-                in logs[rank]
+                f"rank {rank} on node: ends, because rank 3 on node failed: ValueError: a bad "
+                "sample" in logs[rank]
             )
             assert "Traceback" not in logs[rank]
 

@@ -49,8 +49,9 @@ e = DdpSlurmEnvironment()
 t = L.Trainer(accelerator="cpu", strategy="ddp", devices=1, num_nodes=3, plugins=[e], logger=False)
 s = t.strategy
 s._lightning_module = None
-print(e.world_size(), e.global_rank(), e.local_rank(), e.node_rank(), e.main_address, e.main_port, e.node_count,
-      e.planned_shares(70), s.distributed_sampler_kwargs, s.root_device, type(s.cluster_environment).__name__)
+print(e.world_size(), e.global_rank(), e.local_rank(), e.node_rank(), e.main_address, e.main_port,
+      e.node_count, e.planned_shares(70), s.distributed_sampler_kwargs, s.root_device,
+      type(s.cluster_environment).__name__)
 e.validate_settings(1, 3)
 """
 
@@ -58,7 +59,8 @@ e.validate_settings(1, 3)
 def test_uneven_world_is_the_launchers() -> None:
     done = python(REPORT, {**UNEVEN, "DDP_SLURM_SHARES": "4,5(x2),14(x4)"})
     assert done.stdout.splitlines()[-1] == (
-        "7 5 2 2 127.0.0.1 29511 3 [4, 5, 5, 14, 14, 14, 14] {'num_replicas': 7, 'rank': 5} cpu DdpSlurmEnvironment"
+        "7 5 2 2 127.0.0.1 29511 3 [4, 5, 5, 14, 14, 14, 14] "
+        "{'num_replicas': 7, 'rank': 5} cpu DdpSlurmEnvironment"
     ), done.stderr
 
 
@@ -74,7 +76,10 @@ def test_even_world_keeps_the_check_of_lightning() -> None:
 ALONE = """
 import lightning as L
 from lightning.pytorch.demos.boring_classes import BoringModel
-L.Trainer(accelerator="cpu", devices=1, max_steps=1, logger=False, enable_checkpointing=False).fit(BoringModel())
+trainer = L.Trainer(
+    accelerator="cpu", devices=1, max_steps=1, logger=False, enable_checkpointing=False
+)
+trainer.fit(BoringModel())
 print("trained")
 """
 

@@ -104,33 +104,33 @@ PLAN = {"DDP_SLURM_TASKS_PER_NODE": "1,2"}
             facts({}, {}, {"gpu_uuid": "GPU-1", "device_index": 0}),
             PLAN,
             [
-                "rank 1 on beta and rank 2 on beta use the same GPU NVIDIA TITAN V GPU-1 (index 0 and 0); "
-                "expected one rank a GPU"
+                "rank 1 on beta and rank 2 on beta use the same GPU NVIDIA TITAN V GPU-1 "
+                "(index 0 and 0); expected one rank a GPU"
             ],
         ),
         (
             facts({}, {"visible_gpus": 1}, {"visible_gpus": 1, "gpu_uuid": ""}),
             PLAN,
             [
-                "rank 2 on beta: expected a GPU of index 1, found 1 visible GPUs (CUDA_VISIBLE_DEVICES, driver?), while "
-                "rank 0 on gamma sees 1"
+                "rank 2 on beta: expected a GPU of index 1, found 1 visible GPUs "
+                "(CUDA_VISIBLE_DEVICES, driver?), while rank 0 on gamma sees 1"
             ],
         ),
         (
             facts({"visible_gpus": 0, "gpu_uuid": ""}),
             PLAN,
             [
-                "rank 0 on gamma: expected a GPU of index 0, found 0 visible GPUs (CUDA_VISIBLE_DEVICES, driver?), while "
-                "rank 1 on beta sees 2"
+                "rank 0 on gamma: expected a GPU of index 0, found 0 visible GPUs "
+                "(CUDA_VISIBLE_DEVICES, driver?), while rank 1 on beta sees 2"
             ],
         ),
         (
             facts({"host_address": "127.0.1.1"}),
             PLAN,
             [
-                "rank 0 on gamma: its host name 'gamma' resolves to 127.0.1.1, where no other host can reach it; correct "
-                "its line in /etc/hosts (Ubuntu writes 127.0.1.1 there) or name the network interface (interface: in "
-                "cluster.yaml, or GLOO_SOCKET_IFNAME)"
+                "rank 0 on gamma: its host name 'gamma' resolves to 127.0.1.1, where no other "
+                "host can reach it; correct its line in /etc/hosts (Ubuntu writes 127.0.1.1 there) "
+                "or name the network interface (interface: in cluster.yaml, or GLOO_SOCKET_IFNAME)"
             ],
         ),
         (facts({"host_address": "127.0.1.1", "socket_interface": "eno1"}), PLAN, []),
@@ -290,7 +290,10 @@ def test_missing_rank_is_named_on_all_others(tmp_path: Path) -> None:
         return {**variables, "WORLD_SIZE": "5", "SLURMD_NODENAME": f"host{rank}"}
 
     found = run_world(tmp_path, (1, 2), join, 1.0, change=of_five)
-    expected = "expected 5 ranks within 1 s, found 3: rank 0 on host0, rank 1 on host1, rank 2 on host2; missing: [3, 4]"
+    expected = (
+        "expected 5 ranks within 1 s, found 3: "
+        "rank 0 on host0, rank 1 on host1, rank 2 on host2; missing: [3, 4]"
+    )
     assert all(expected in text for text in found)
 
 

@@ -1,4 +1,5 @@
-"""What the ranks of the test worlds run. Imported by the server they are forked from, so it stays light."""
+"""What the ranks of the test worlds run to train. Imported by the server they are forked from, so
+it stays light."""
 
 import contextlib
 import runpy
@@ -68,7 +69,8 @@ class Case:
 
 @dataclass
 class Outcome:
-    """Per optimizer step: the loss of all its samples, and the gradient after clipping. Then the parameters."""
+    """Per optimizer step the loss of all its samples and the gradient after clipping; and the
+    parameters at the end."""
 
     losses: list[float]
     gradients: Tensor
@@ -76,7 +78,7 @@ class Outcome:
 
 
 def train_alone(case: Case) -> Outcome:
-    """The reference: one process, no DDP, whole batches, none of this package's arithmetic but the order."""
+    """The reference: one process, no DDP, whole batches, and of this package the order alone."""
     inputs, targets = make_data(case.samples, case.dtype)
     model = make_model(case.dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -94,7 +96,7 @@ def train_alone(case: Case) -> Outcome:
 
 
 def _windows(case: Case) -> list[Tensor]:
-    """The samples of each optimizer step: ``accumulate`` global batches, fewer at an epoch's end."""
+    """The samples of each optimizer step: ``accumulate`` global batches, fewer at the end."""
     windows: list[Tensor] = []
     epoch = 0
     while len(windows) < case.steps:
@@ -159,7 +161,8 @@ def compare(pipe: Connection, case: Case) -> Outcome:
 
 
 def serve_cases(pipe: Connection) -> None:
-    """Answer cases from the pipe until None comes; a case with fewer shares than ranks uses the first ranks only."""
+    """Answer cases from the pipe until None comes. A case with fewer shares than ranks uses the
+    first ranks only."""
     with init_distributed() as world:
         groups = {
             size: dist.new_group(list(range(size))) for size in range(1, world.world_size + 1)
@@ -194,7 +197,7 @@ def load_on_every_rank(pipe: Connection, folder: Path, backend: str = "gloo") ->
 def averaged_statistics(
     pipe: Connection, counts: list[int]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """BatchNorm statistics that differ by rank: rank r has mean r, variance 10 r, r batches. Averaged; then own."""
+    """BatchNorm statistics, averaged and own: rank r has mean r, variance 10 r and r batches."""
     with init_distributed() as world:
         kind = nn.BatchNorm1d if counts[-1] else nn.InstanceNorm1d
         model = nn.Sequential(
@@ -218,7 +221,8 @@ def averaged_statistics(
 
 def first_buffers(pipe: Connection, is_old_torch: bool) -> list[float]:
     """The buffers after ``wrap_model``, which differ by rank before."""
-    if is_old_torch:  # before 2.13, whose option also skips the first synchronisation; it is still there as an alias
+    # before 2.13, whose option also skips the first synchronisation; it still exists as an alias
+    if is_old_torch:
         gradients.inspect = SimpleNamespace(
             signature=lambda function: SimpleNamespace(parameters={})
         )

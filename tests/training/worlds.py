@@ -1,4 +1,5 @@
-"""Worlds of gloo ranks for the tests: forked from a server that has imported torch once, so a world starts in a second."""
+"""Worlds of gloo ranks for the tests, forked from a server that has imported torch once, so that a
+world starts in a second."""
 
 import contextlib
 import io
@@ -31,7 +32,7 @@ server.set_forkserver_preload(
 
 
 def tell(pipe: Connection, value: Any) -> None:
-    """Send by plain pickle: torch teaches ``Connection.send`` to leave tensors in the sender's shared memory."""
+    """Send by plain pickle: with torch ``Connection.send`` leaves tensors in shared memory."""
     pipe.send_bytes(pickle.dumps(value))
 
 
@@ -42,7 +43,8 @@ def free_port() -> int:
 
 
 def rank_environments(tasks: Sequence[int]) -> list[dict[str, str]]:
-    """The env:// variables of every rank for so many tasks on each node, all nodes being this machine."""
+    """The env:// variables of every rank for so many tasks on each node. All nodes are this
+    machine."""
     world_size, port, result = sum(tasks), free_port(), []
     for node, count in enumerate(tasks):
         for local_rank in range(count):
@@ -81,7 +83,7 @@ def _child(
     except SystemExit as exit_:
         _leave(exit_.code if isinstance(exit_.code, int) else 1)
     except BaseException:
-        # What the interpreter would do; multiprocessing would print the traceback itself and pass the hook by.
+        # What the interpreter would do; multiprocessing would not call the hook.
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         _leave(1)
     _leave(0)
@@ -108,7 +110,7 @@ class World:
         return "\n".join(f"--- rank {rank}\n{self.log(rank)}" for rank in range(len(self.logs)))
 
     def receive(self, rank: int, patience_seconds: float = PATIENCE_SECONDS) -> Any:
-        """The next message of a rank. Raises AssertionError, with its log, where it ends or is silent."""
+        """The next message of a rank. Raises AssertionError, with all logs, without one."""
         try:
             if self.pipes[rank].poll(patience_seconds):
                 return pickle.loads(self.pipes[rank].recv_bytes())
@@ -123,7 +125,7 @@ class World:
         return values
 
     def wait(self, patience_seconds: float = PATIENCE_SECONDS) -> list[int | None]:
-        """Exit statuses (minus the signal's number for a killed rank); None for one that still runs at the end."""
+        """Exit statuses; -9 for a rank killed by signal 9, None for one that still runs."""
         deadline = time.monotonic() + patience_seconds
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))

@@ -45,7 +45,10 @@ TORCHRUN = {
 
 
 def recorded(name: str, release: str) -> tuple[list[dict[str, str]], dict[str, str]]:
-    """The environments of all tasks in the order of ranks, and of the batch shell; HOST is the task's uname -n."""
+    """The environments of all tasks in the order of ranks, and of the batch shell.
+
+    HOST is the task's ``uname -n``.
+    """
     data = json.loads((ENVIRONMENTS / f"{name}.{release}.json").read_text())
     return [{**data["common"], **task} for task in data["tasks"]], data["batch"]
 

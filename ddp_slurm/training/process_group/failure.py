@@ -13,13 +13,15 @@ import re
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 
+import torch
 from torch import distributed as dist
 
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.training.process_group.ending import Deadline, print_last
-from ddp_slurm.training.process_group.heartbeat import Heartbeat
+from ddp_slurm.training.process_group.heartbeat import Heartbeat, group_error_reader
 from ddp_slurm.training.process_group.peers import (
     Ending,
     Message,
@@ -63,9 +65,10 @@ class FailureWatch:
             target=self._watch, name="ddp_slurm failure watch", daemon=True
         )
         self._previous_hook = sys.excepthook
-        self._heartbeat = Heartbeat(
-            peers, max(timeout_seconds, LEAST_SILENCE_SECONDS), self._end_without
-        )
+        self._group_error: Callable[[], str | None] = lambda: None
+        limit = max(timeout_seconds, LEAST_SILENCE_SECONDS)
+        self._heartbeat = Heartbeat(peers, limit, self._end_without, self._look_at_group)
+        self._is_leaving = False
         self._ended = False
         self._late_timer: threading.Timer | None = None
         # the thread that has it ends the process; the other one waits for that
@@ -76,8 +79,14 @@ class FailureWatch:
         self._thread.start()
         self._heartbeat.start()
 
+    def look_at_group(self, device: torch.device) -> None:
+        """Look at the default group, too: an NCCL collective that ran out of time raises no
+        exception in the thread that waits for it, and torch may take minutes to end the process."""
+        self._group_error = group_error_reader(device)
+
     def announce_leaving(self) -> None:
         """Before this rank closes its process group, which breaks a collective of the others."""
+        self._is_leaving = True
         with self._deadline(1), contextlib.suppress(RuntimeError):
             self.peers.say_leaving()
 
@@ -130,6 +139,21 @@ class FailureWatch:
         with self._deadline(1):
             first = self._settle(Ending(1, self.peers.lost(lost)), is_consequence=False)
             print_last(f"{self.peers.place}: ends, because {first.text}")
+            self._linger()
+        os._exit(first.status)
+
+    def _look_at_group(self) -> None:
+        """In the thread of the heartbeat: end all ranks where a collective has failed."""
+        error = None if self._is_leaving else self._group_error()
+        if error is None:
+            return
+        self._leaving.acquire()
+        own = Ending(1, f"{self.peers.place} failed: NCCL reports {error} for a collective")
+        with self._deadline(1):
+            print_last(own.text)
+            first = self._settle(own, is_consequence=True)
+            if first is not own:
+                print_last(f"{self.peers.place}: ends, because {first.text}")
             self._linger()
         os._exit(first.status)
 

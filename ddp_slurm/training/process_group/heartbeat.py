@@ -9,6 +9,9 @@ import threading
 import time
 from collections.abc import Callable
 
+import torch
+import torch.distributed as dist
+
 from ddp_slurm.training.process_group.ending import Deadline
 from ddp_slurm.training.process_group.peers import Peers, left_key
 
@@ -16,15 +19,20 @@ MOST_SECONDS_BETWEEN_BEATS = 30.0
 
 
 class Heartbeat:
-    """Beats in a thread; calls ``on_lost`` there, once, with ranks that have been silent for too
-    long. Rank 0 watches all ranks, the others watch rank 0."""
+    """Beats in a thread, with a call of ``on_beat`` each time; calls ``on_lost`` there, once, with
+    ranks that have been silent for too long. Rank 0 watches all ranks, the others watch rank 0."""
 
     def __init__(
-        self, peers: Peers, limit_seconds: float, on_lost: Callable[[list[int]], None]
+        self,
+        peers: Peers,
+        limit_seconds: float,
+        on_lost: Callable[[list[int]], None],
+        on_beat: Callable[[], None],
     ) -> None:
         self._peers = peers
         self._limit_seconds = limit_seconds
         self._on_lost = on_lost
+        self._on_beat = on_beat
         self._watched = peers.others if peers.rank == 0 else [0]
         self._last_beats: dict[int, tuple[bytes, float]] = {}
         self._stop = threading.Event()
@@ -43,6 +51,7 @@ class Heartbeat:
         count = 0
         try:
             while not self._stop.wait(pause):
+                self._on_beat()
                 count += 1
                 reason = self._peers.rank_0_does_not_respond()
                 silence = f"{self._peers.place}: ends, because {reason}"
@@ -74,3 +83,25 @@ class Heartbeat:
 
 def _beat_key(rank: int) -> str:
     return f"beat/{rank}"
+
+
+def group_error_reader(device: torch.device) -> Callable[[], str | None]:
+    """Returns the error that the default group is in (TIMEOUT, COMM_ERROR, REMOTE_ERROR), or None.
+
+    Only NCCL reports one, and torch before 2.7 has no way to ask.
+    """
+    group = dist.group.WORLD
+    if device.type != "cuda" or not isinstance(group, dist.ProcessGroup):
+        return lambda: None
+    get_error = getattr(group._get_backend(device), "get_error", None)
+    if get_error is None:
+        return lambda: None
+
+    def read() -> str | None:
+        try:
+            name = str(get_error().name)
+        except RuntimeError:  # a backend that knows no errors
+            return None
+        return None if name == "SUCCESS" else name
+
+    return read

@@ -227,6 +227,7 @@ def init_distributed(
     ranks = _share_facts(meeting, control)
     if watch is not None:
         watch.peers.places = [fact.place for fact in ranks]
+        watch.look_at_group(device)
     world = World(
         env=meeting.env,
         device=device,
