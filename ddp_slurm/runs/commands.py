@@ -117,7 +117,7 @@ def logs(
     job_id: str, follow_it: bool = False, rank: int | None = None, folder: Path | None = None
 ) -> None:
     """Print a job's log."""
-    job, state = find_job(job_id, folder)
+    job, state = find_job(job_id, folder, needs_state=follow_it)
     select = all_lines if rank is None else _rank_filter(job, rank).lines
     if follow_it:
         raise SystemExit(follow(job, sys.stdout, select))

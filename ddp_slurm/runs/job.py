@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ddp_slurm.runs.process import foreground_state
 from ddp_slurm.runs.run_folder import JobError, Run, find_run_beside, find_runs
-from ddp_slurm.slurm_client.sources import Shown, conclude, leader_of, settle, show_job
+from ddp_slurm.slurm_client.sources import Shown, ask_shortly, conclude, leader_of, settle, show_job
 from ddp_slurm.slurm_client.states import UNKNOWN, JobState
 
 SLURM_ID = r"[0-9]+(\+[0-9]+)?"
@@ -48,14 +48,20 @@ class Job(NamedTuple):
         return Path(path)
 
 
-def find_job(job_id: str, folder: Path | None = None) -> tuple[Job, JobState]:
+def find_job(
+    job_id: str, folder: Path | None = None, *, needs_state: bool = True
+) -> tuple[Job, JobState]:
     """The job of an id, and its state. The id of any component will do.
 
-    ``folder`` is the folder of its log; without one the run folder is looked for under the current
-    folder, and beside the log that Slurm reports. Raises JobError for an id that no job has.
+    Raises JobError for an id that no job has.
+
+    Args:
+        folder: the folder of its log; without one the run folder is looked for under the current
+            folder, and beside the log that Slurm reports.
+        needs_state: otherwise Slurm is asked for a short time only where a run folder is found.
     """
     if re.fullmatch(SLURM_ID, job_id):
-        return _find_slurm_job(leader_of(job_id), folder)
+        return _find_slurm_job(leader_of(job_id), folder, needs_state)
     if not re.fullmatch(FOREGROUND_ID, job_id):
         raise JobError(f"{job_id!r} is not a job id, such as 48 or local-20260131T235900-4711")
     runs = find_runs(job_id, folder)
@@ -67,9 +73,10 @@ def find_job(job_id: str, folder: Path | None = None) -> tuple[Job, JobState]:
     return Job(job_id, runs[0]), foreground_state(runs[0])
 
 
-def _find_slurm_job(job_id: str, folder: Path | None) -> tuple[Job, JobState]:
+def _find_slurm_job(job_id: str, folder: Path | None, needs_state: bool) -> tuple[Job, JobState]:
     runs = find_runs(job_id, folder)
-    shown = show_job(job_id, runs[0] if runs else None)
+    ask = ask_shortly if runs and not needs_state else None
+    shown = show_job(job_id, runs[0] if runs else None, ask)
     if shown.job_id != job_id:  # the id of a later component
         job_id = shown.job_id
         runs = find_runs(job_id, folder)

@@ -17,7 +17,7 @@ from ddp_slurm.slurm_client.whole_job import job_of
 SQUEUE_FORMAT = "%i|%T|%N|%r"
 SACCT_FIELDS = "JobID,State,ExitCode,NodeList"
 KNOWN_SECONDS = 5
-"""The limit of a question to Slurm about a job whose run folder holds its end."""
+"""The limit of a question to Slurm about a job whose run folder has the answer, too."""
 
 
 class Traces(Protocol):
@@ -62,15 +62,16 @@ def read_state(job_id: str, traces: Traces | None = None, ask: Ask | None = None
 def show_job(job_id: str, traces: Traces | None = None, ask: Ask | None = None) -> Shown:
     """Ask slurmctld; only for a short time where ``traces`` hold the job's end."""
     if ask is None:
-        ask = ask_slurm if traces is None or _left(job_id, traces) is None else _ask_shortly
+        ask = ask_slurm if traces is None or _left(job_id, traces) is None else ask_shortly
     shown = _show(job_id, ask)
     if shown.state and shown.state.job_id != job_id:  # the id of a later component
         return _show(shown.state.job_id, ask)
     return shown
 
 
-def _ask_shortly(argv: Iterable[str]) -> Answer:
-    return ask_slurm(list(argv), timeout_seconds=KNOWN_SECONDS)
+def ask_shortly(argv: Sequence[str]) -> Answer:
+    """``ask_slurm`` where the answer is hardly needed."""
+    return ask_slurm(argv, timeout_seconds=KNOWN_SECONDS)
 
 
 def _show(job_id: str, ask: Ask) -> Shown:

@@ -35,9 +35,9 @@ HELD = "HELD"
 SILENCE_SECONDS = 600
 """How long a program that waits for a job bears that Slurm does not respond: slurmctld may be
 restarted or moved meanwhile."""
-CANNOT_START_SECONDS = 120
-"""How long such a program waits for a job that cannot start. Shorter than the five minutes after
-which Slurm forgets that a component has ended."""
+CANNOT_START_SECONDS = 240
+"""How long such a program waits for a job that cannot start. Longer than the two minutes for which
+a requeued job waits, shorter than the five after which Slurm may forget that a component ended."""
 
 
 class StateError(DdpSlurmError):

@@ -11,10 +11,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from ddp_slurm.ask import Answer
 from ddp_slurm.cluster import Cluster
 from ddp_slurm.job.options import JobOptions
 from ddp_slurm.job.runs_folder import RUNS_FOLDER
@@ -27,6 +29,7 @@ from ddp_slurm.runs.follow import follow
 from ddp_slurm.runs.job import Job, find_job
 from ddp_slurm.runs.keep import Submission, keep_run
 from ddp_slurm.runs.run_folder import JobError, Run, RunError
+from ddp_slurm.slurm_client import sources
 from ddp_slurm.slurm_client.states import ComponentState, JobState, Patience, StateError
 
 from ..processes import running
@@ -101,6 +104,25 @@ def test_logs(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     (run.folder / "plan.json").write_text("{}")
     with pytest.raises(RunError, match=r"48/plan\.json: not the plan of a run"):
         jobs.logs("48", rank=1)
+
+
+@pytest.mark.parametrize(("command", "seconds"), [(jobs.logs, 5), (jobs.status, 90)])
+def test_logs_need_no_answer_of_slurm(
+    command: Callable[[str], None],
+    seconds: float,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The job has not ended, and slurmctld does not respond."""
+    limits = {}
+
+    def no_answer(argv: Sequence[str], *, timeout_seconds: float = 90) -> Answer:
+        limits[argv[0]] = timeout_seconds
+        return Answer(124, "", "no answer")
+
+    monkeypatch.setattr(sources, "ask_slurm", no_answer)
+    command("48")
+    assert limits["scontrol"] == seconds
 
 
 def test_logs_names_a_log_that_cannot_be_read(run: Run, tmp_path: Path) -> None:

@@ -106,3 +106,8 @@ def test_records_ignore_what_is_no_record() -> None:
         {"JobId": "1", "JobName": "x", "JobState": "RUNNING", "Reason": "None"}
     ]
     assert read_records("No jobs in the system\n", "JobId") == []
+
+
+def test_line_break_in_a_text_adds_no_value() -> None:
+    (node,) = read_nodes("NodeName=n1 CPUTot=8\n   State=IDLE\n   Comment=a\n   State=DOWN\n")
+    assert node.state == "IDLE"

@@ -377,11 +377,19 @@ def test_slurm_that_does_not_respond_is_asked_once() -> None:
     assert read_state("48", ask=slurm).source == "sacct"
 
 
-def test_known_end_shortens_the_wait_for_slurm(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub("scontrol", "exec sleep 60")
-    monkeypatch.setattr(sources, "KNOWN_SECONDS", 0.1)
-    state = read_state("48", Left("status=0\n"))
-    assert (state.state, state.source) == ("COMPLETED", "exit marker")
+@pytest.mark.parametrize(("left", "seconds"), [(Left("status=0\n"), 5), (Left(), 90), (None, 90)])
+def test_known_end_shortens_the_wait_for_slurm(
+    left: Left | None, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+
+    def no_answer(argv: Sequence[str], *, timeout_seconds: float = 90) -> Answer:
+        limits.append(timeout_seconds)
+        return Answer(124, "", "no answer")
+
+    monkeypatch.setattr(sources, "ask_slurm", no_answer)
+    shown = sources.show_job("48", left)
+    assert (shown.state, limits) == (None, [seconds])
 
 
 def test_later_job_of_the_same_number_is_not_this_one() -> None:
@@ -410,15 +418,15 @@ def test_patience_with_a_job_that_cannot_start() -> None:
     component = ComponentState("48", "PENDING", reason="DependencyNeverSatisfied")
     stuck = job_of("48", [component], "squeue")
     patience.check(stuck)
-    times.append(100.0)
+    times.append(239.0)
     patience.check(stuck)
-    times.append(121.0)
+    times.append(241.0)
     with pytest.raises(
         StateError, match=r"job 48 cannot start .*: DependencyNeverSatisfied: a job"
     ):
         patience.check(stuck)
     held = job_of("48", [ComponentState("48", "PENDING", reason="JobHeldUser")], "squeue")
-    for time in (122.0, 100_000.0):
+    for time in (242.0, 100_000.0):
         times.append(time)
         patience.check(held)
 
