@@ -1,10 +1,14 @@
 """A Slurm of stubs, and job scripts that run in it."""
 
+import contextlib
 import os
+import signal
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from ..waiting import wait_until
 
 RUNNING = "7 RUNNING 0 N/A\n8 RUNNING 0 N/A\n9 RUNNING 0 N/A\n"
 
@@ -44,6 +48,18 @@ class FakeSlurm:
         return (self.folder / "calls").read_text().splitlines()
 
 
+def processes_of(group: int) -> list[str]:
+    """The command lines of the processes of a group; those that have ended do not count."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(pgrp) == group and state != "Z":
+                command = (stat.parent / "cmdline").read_bytes()
+                found.append(command.replace(b"\0", b" ").decode())
+    return found
+
+
 @dataclass
 class Script:
     """A job script and its log; run as slurmstepd does."""
@@ -58,13 +74,24 @@ class Script:
         environ |= {"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "3", **env}
         with (self.folder / "log").open("a") as log:
             return subprocess.Popen(
-                ["bash", script], env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                ["bash", script],
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
 
     def run(self, **env: str) -> int:
-        """Its exit status."""
+        """Its exit status. No process of it is left after it."""
         with self.start(**env) as process:
-            return process.wait(timeout=60)
+            status = process.wait(timeout=60)
+            try:
+                wait_until(lambda: not processes_of(process.pid), "the script's processes", 5)
+            except AssertionError:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
+            return status
 
     @property
     def log(self) -> str:
