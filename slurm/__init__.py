@@ -1,1 +1,1 @@
-"""The Jinja2 templates of everything that is rendered for Slurm; installed as ``ddp_slurm.templates``."""
+"""Templates of everything that is rendered for Slurm; installed as ``ddp_slurm.templates``."""

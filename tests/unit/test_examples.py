@@ -15,6 +15,6 @@ EXAMPLES = ("cifar10_example", "synthetic_data_example")
 def test_test_sh_is_up_to_date(example: str, submit: Command, tmp_path: Path) -> None:
     done = submit("--job", "job.yaml", "--script", str(tmp_path / "test.sh"), cwd=ROOT / example)
     assert done.returncode == 0, done.stderr
-    assert (ROOT / example / "test.sh").read_text() == (tmp_path / "test.sh").read_text(), (
-        f"run in {example}: {Path(sys.executable).name} -m ddp_slurm.submit --job job.yaml --script test.sh"
-    )
+    python = Path(sys.executable).name
+    remedy = f"run in {example}: {python} -m ddp_slurm.submit --job job.yaml --script test.sh"
+    assert (ROOT / example / "test.sh").read_text() == (tmp_path / "test.sh").read_text(), remedy

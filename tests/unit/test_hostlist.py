@@ -1,9 +1,9 @@
 """Host lists against Slurm's own reader, and round trips.
 
 What ``scontrol show hostnames`` does with bad lists on 20.11, 22.05, 24.11 and 26.05: its exit
-status is always 0; descending ranges, empty brackets, letters in a range and nested brackets print nothing
-on stdout and a message on stderr; ``a[1-]`` is read as a1, ``a,,b`` as a and b, and before 24.11
-``a[1-3`` as the host ``a]``. Here all of these are errors: a list with a typing error in it names
+status is always 0; descending ranges, empty brackets, letters in a range and nested brackets print
+nothing on stdout and a message on stderr; ``a[1-]`` is read as a1, ``a,,b`` as a and b, and before
+24.11 ``a[1-3`` as the host ``a]``. Here all of these are errors: a list with a typing error in it names
 other machines than were meant.
 """
 
@@ -47,7 +47,7 @@ brackets = st.lists(ranges(), min_size=1, max_size=3).map(lambda items: f"[{','.
 
 @st.composite
 def parts(draw: st.DrawFn) -> str:
-    """``rack[0-1]_blade[08-10,2]``; no text after the last bracket: Slurm reads it from 24.11 on."""
+    """``rack[0-1]_blade[08-10,2]``; no text after the last bracket: that needs Slurm 24.11."""
     text = draw(words)
     for i in range(draw(st.integers(0, 3))):
         text += (draw(literals) if i else "") + draw(brackets)
