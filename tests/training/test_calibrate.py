@@ -1,6 +1,5 @@
 """Measuring the ranks' speeds, and the shares that follow."""
 
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -127,27 +126,40 @@ def test_measure_cost_ignores_a_disturbed_sweep(
     assert cost == pytest.approx((0.002, 0.0001))
 
 
+class Clock:
+    """A clock that only the test moves on."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def perf_counter(self) -> float:
+        return self.seconds
+
+
 class SlowSource(ResidentTensors):
-    """Takes long for each batch, as a loader does that starts its workers."""
+    """Takes a second for each batch, as a loader does that starts its workers."""
+
+    clock: Clock
 
     def batches(self, order: torch.Tensor, spans: Sequence[Span], epoch: int) -> Iterator[Batch]:
-        time.sleep(0.05)
+        self.clock.seconds += 1.0
         yield from super().batches(order, spans, epoch)
 
 
-def test_measure_cost_leaves_out_the_loader(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_measure_cost_leaves_out_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[bool] = []
+    clock = Clock()
+    monkeypatch.setattr(calibrate, "time", clock)
 
     class Watched(torch.nn.SyncBatchNorm):
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             modes.append(self.training)
+            clock.seconds += 0.002 + 0.001 * len(inputs)
             return inputs
 
     model = torch.nn.Sequential(make_model(torch.float32), Watched(4))
     source = SlowSource(*make_data(40, torch.float32), CPU)
-    alpha, beta = measure_cost(step_of(model, source), 8, 64)
-    assert alpha + 8 * beta < 0.05
+    source.clock = clock
+    assert measure_cost(step_of(model, source), 8, 64) == pytest.approx((0.002, 0.001))
     assert not any(modes), "SyncBatchNorm's forward would wait for the slowest rank"
     assert model[1].training
