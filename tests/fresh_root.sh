@@ -34,6 +34,7 @@ inside() {
         { tail -n 20 "$folder/debootstrap.log" >&2; exit 1; }
     mv "$folder/clone" "$root/root/ddp_slurm"
     cp --dereference /etc/resolv.conf /etc/hosts "$root/etc/"
+    mount --rbind "$root" "$root" # so that / is a mount point there, as ip netns wants it
     mount -t proc proc "$root/proc"
     mount -t sysfs sysfs "$root/sys"
     mount --rbind /dev "$root/dev"
