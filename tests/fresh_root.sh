@@ -36,7 +36,7 @@ inside() {
     cp --dereference /etc/resolv.conf /etc/hosts "$root/etc/"
     mount --rbind "$root" "$root" # so that / is a mount point there, as ip netns wants it
     mount -t proc proc "$root/proc"
-    mount -t sysfs sysfs "$root/sys"
+    mount --rbind /sys "$root/sys" # with the control groups
     mount --rbind /dev "$root/dev"
     mount -t tmpfs -o mode=755 tmpfs "$root/run"
     for path in ${FRESH_BIND:-}; do
