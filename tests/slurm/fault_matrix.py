@@ -33,6 +33,7 @@ from tests.slurm.fault_runs import CLUSTER, NODES, STEPS_AN_EPOCH, FaultRun, fin
 from tests.slurm.faults import ROWS, Row, fill_disk
 
 SYSTEM_PATH = "PATH=/usr/sbin:/usr/bin:/sbin:/bin"
+LINE_CHARACTERS = 110
 PATIENCE_SECONDS = 400.0
 """For the end of the ranks and of the job after the fault."""
 
@@ -218,15 +219,23 @@ def table(outcomes: Sequence[Outcome]) -> str:
             ROWS[name].about,
             release,
             f"{sum(outcome.as_expected for outcome in group)} of {len(group)}",
-            f"{min(seconds):g} to {max(seconds):g} s",
+            different(f"{value:g} s" for value in (min(seconds), max(seconds))),
             different(f"{outcome.end}, {outcome.restarts} restarts" for outcome in group),
-            different(f"`{outcome.log_line[:90]}`" for outcome in group[:1]),
+            shortened(group[0].log_line),
             different(str(outcome.steps_lost) for outcome in group),
             different("yes" if outcome.resume_equal else "no" for outcome in group),
             different(" ".join(outcome.left_over) or "nothing" for outcome in group),
         ]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
+
+
+def shortened(line: str) -> str:
+    """The beginning of a line of the log, without folders."""
+    text = re.sub(r"/\S+/", "", line)
+    if len(text) > LINE_CHARACTERS:
+        text = text[:LINE_CHARACTERS].rstrip() + " …"
+    return f"`{text}`" if text else "-"
 
 
 def different(values: Iterable[str]) -> str:
