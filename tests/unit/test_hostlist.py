@@ -3,8 +3,8 @@
 What ``scontrol show hostnames`` does with bad lists on 20.11, 22.05, 24.11 and 26.05: its exit
 status is always 0; descending ranges, empty brackets, letters in a range and nested brackets print
 nothing on stdout and a message on stderr; ``a[1-]`` is read as a1, ``a,,b`` as a and b, and before
-24.11 ``a[1-3`` as the host ``a]``. Here all of these are errors: a list with a typing error in it names
-other machines than were meant.
+24.11 ``a[1-3`` as the host ``a]``. Here all of these are errors: a list with a typing error in it
+names other machines than were meant.
 """
 
 import doctest
