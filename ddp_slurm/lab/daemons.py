@@ -118,8 +118,14 @@ def wait_for_nodes(lab: LabLayout) -> None:
             for node, state in not_idle()
         )
 
+    def all_idle() -> bool:
+        try:
+            return not not_idle()
+        except LabError:  # on a busy machine slurmctld may not respond yet
+            return False
+
     _wait(
-        lambda: not not_idle(),
+        all_idle,
         message,
         lambda: not all(is_running(lab, node, "slurmd") for node in lab.nodes),
     )

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from ddp_slurm.ask import Answer
 from ddp_slurm.cluster import Cluster, Node
-from ddp_slurm.lab import Lab, LabError, lab, registry, releases
+from ddp_slurm.lab import Lab, LabError, LabNode, daemons, lab, registry, releases
+from ddp_slurm.lab.layout import LabLayout
 from ddp_slurm.lab.releases import ReleaseNotAvailable, slurm_root
 
 MAKES_A_ROOT = """\
@@ -80,3 +82,17 @@ def test_node_called_localhost_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(registry, "reserve", {}.__getitem__)  # nothing is made
     with pytest.raises(LabError, match="a node of a lab cannot be called 'localhost'"):
         Lab.up(Cluster("x", (Node("localhost"),)))
+
+
+def test_start_waits_for_a_slurmctld_that_does_not_respond_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = LabNode("a", 1, "198.18.0.1", "ddplab.x.a")
+    answers = iter([Answer(1, "", "Zero Bytes were transmitted"), Answer(0, IDLE_NODE, "")])
+    monkeypatch.setattr(LabLayout, "ask", lambda *arguments: next(answers))
+    monkeypatch.setattr(daemons, "is_running", lambda *arguments: True)
+    daemons.wait_for_nodes(LabLayout("x", 0, "controller", (node,)))
+    assert list(answers) == []
+
+
+IDLE_NODE = "NodeName=a Arch=x86_64 State=IDLE ThreadsPerCore=1\n"
