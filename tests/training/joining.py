@@ -79,6 +79,15 @@ def end_outside_a_collective(pipe: Connection, victim: int, how: str) -> None:
         threading.Event().wait(600)
 
 
+def fail_inside_nccl(pipe: Connection) -> None:
+    """Rank 1's group reports an error, as NCCL's does, while its main thread is busy."""
+    be_impatient()
+    if os.environ["RANK"] == "1":
+        failure.group_error_reader = lambda device: lambda: "TIMEOUT"
+    with init_distributed(timeout_seconds=4.0):
+        threading.Event().wait(600)
+
+
 def end_like(how: str) -> None:
     """End this process without a report, or stop it."""
     if how.startswith("exit "):

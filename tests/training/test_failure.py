@@ -20,6 +20,7 @@ from .joining import (
     end_while_rank_0_waits,
     fail_after_rank_0_has_left,
     fail_at_three,
+    fail_inside_nccl,
     fail_without_collective,
     leave_early,
     stop_before,
@@ -134,6 +135,15 @@ def test_rank_is_missed_outside_a_collective(tmp_path: Path, how: str, victim: i
         for rank in {*range(3)} - {victim}:
             expected = f"rank {rank} on node: ends, because rank {victim} on node"
             assert expected in running.log(rank).splitlines()[-1]
+
+
+def test_error_of_an_nccl_group_ends_all(tmp_path: Path) -> None:
+    """Tried with NCCL by hand: no test has two GPUs."""
+    with world(tmp_path, (1, 1), fail_inside_nccl, environ=NODE) as running:
+        assert running.wait(PATIENCE_SECONDS) == [1, 1]
+        failed = "rank 1 on node failed: NCCL reports TIMEOUT for a collective"
+        assert failed in running.log(1)
+        assert f"rank 0 on node: ends, because {failed}" in running.log(0)
 
 
 @pytest.mark.parametrize("moment", ["verdict", "leaving"])
