@@ -4,7 +4,8 @@
 #     sudo tests/fresh_root.sh [TARGET ...]        make's targets [default: demo test]
 #
 # The last commit is cloned into the root and used there. Everything runs in a mount and a PID namespace
-# of its own: its mounts and processes end with it, also when it fails or is interrupted.
+# of its own: its mounts and processes end with it, also when it fails or is interrupted. The network
+# is this machine's: no lab may run outside at the same time.
 #
 #   FRESH_SUITE    release of Debian [default: bookworm]
 #   FRESH_MIRROR   where debootstrap gets it [default: debootstrap's own choice]
@@ -48,10 +49,16 @@ inside() {
     for name in $(compgen -e | grep -E '^PIP_|_(proxy|PROXY)$' || true); do
         environ+=("$name=${!name}")
     done
+    # Not chroot: a process that enters this mount namespace has to find the new root there, too.
+    mkdir "$root/old"
+    cd "$root"
+    pivot_root . old
+    cd /
+    umount --lazy /old
     local target
     for target; do
         echo "fresh_root.sh: make $target"
-        chroot "$root" env -i "${environ[@]}" make -C /root/ddp_slurm "$target"
+        env -i "${environ[@]}" make -C /root/ddp_slurm "$target"
     done
     echo "fresh_root.sh: all of it succeeded: make $*"
 }
