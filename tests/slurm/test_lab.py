@@ -204,8 +204,7 @@ Lab.up(Cluster.load("cluster.yaml"), {new_name!r})
 
 def test_down_needs_no_record_and_no_whole_namespaces(make_lab, monkeypatch):
     lab = make_lab(TWO_NODES)
-    for pid in network.processes(f"ddplab.{lab.name}.{lab.controller}"):  # slurmctld and munged
-        os.kill(pid, signal.SIGKILL)
+    network.kill_processes(lab.switch)  # slurmctld and munged
     monkeypatch.setattr(daemons, "ANSWER_SECONDS", 1)
     with pytest.raises(LabError, match="slurmctld does not respond"):
         lab.status()
