@@ -210,11 +210,7 @@ def init_distributed(
     print_errors_plainly(f"process {os.getpid()} on {node_name()}")
     env = RankEnv.from_environ()
     print_errors_plainly(f"rank {env.rank} on {node_name()}")
-    if _joined:
-        raise LaunchError(
-            f"rank {env.rank}: init_distributed a second time in this process; use the first one's "
-            "world for all of it"
-        )
+    _check_joins_once(env)
     check_launch(env)
     arrival = describe_this_rank(env, use_gpus=backend != "gloo")
     store = join_store(arrival, rendezvous_seconds)
@@ -239,6 +235,14 @@ def init_distributed(
     )
     atexit.register(world._leave_at_exit, os.getpid())
     return world
+
+
+def _check_joins_once(env: RankEnv) -> None:
+    if _joined:
+        raise LaunchError(
+            f"rank {env.rank}: init_distributed a second time in this process; use the first one's "
+            "world for all of it"
+        )
 
 
 def _watch_for_failure(
