@@ -10,8 +10,8 @@ IN_VENV := $(VENV)/bin/python
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 TEST_PACKAGES := slurm-wlm slurmdbd mariadb-server-core mariadb-client-core munge iproute2 \
   debootstrap openssh-server openssh-client shellcheck
-# Most live tests wait for Slurm: two processes need half of the time of one.
-PYTEST_OPTIONS ?= -n 2 --dist loadgroup --no-loadscope-reorder
+# Most live tests wait for Slurm: three processes need less than half of the time of one.
+PYTEST_OPTIONS ?= -n 3 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: demo test test-releases fresh lint docs clean
 
