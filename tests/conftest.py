@@ -29,14 +29,21 @@ def clean_environ() -> dict[str, str]:
     return without_launcher(os.environ)
 
 
-SLOWEST_FIRST = ("tests/slurm/test_install.py", "tests/hosts/", "tests/slurm/", "tests/training/")
+SLOWEST_FIRST = (
+    "tests/slurm/test_restarts.py",
+    "tests/slurm/test_install.py",
+    "tests/hosts/",
+    "tests/slurm/",
+    "tests/training/",
+)
 """So that the short tests fill the gaps at the end of a run with several processes."""
 
-ONE_BY_ONE = "tests/hosts/"
+ONE_BY_ONE = ("tests/hosts/", "tests/slurm/test_restarts.py")
 """Here each test makes its own machines. All other files have fixtures that their tests share, so
 that a file stays in one process."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With several processes (``-n``), say which tests stay together and which begin."""
     if not hasattr(config, "workerinput"):

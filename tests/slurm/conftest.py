@@ -156,6 +156,8 @@ NOT_ABOUT_THE_CONFIGURATION = [
     r"Unable to convert node_reg_mem_percent=95 value to double",
     # A client that ended while a daemon was still writing to it.
     r"Connection reset by peer",
+    # Slurm times the clock when it starts: the machine is busy.
+    r"High latency for 1000 calls to gettimeofday",
     # What the machine has: no mail program, an old kernel interface.
     r"Configured MailProg is invalid",
     r"cgroup/v1 plugin is deprecated",
