@@ -218,7 +218,8 @@ _ddp_log_start=1           # where the output of this step begins
 _ddp_wait_for_step() {
   local watcher=
   _ddp_step=$1
-  if [[ -f $_ddp_log ]]; then
+  # A watcher that begins while SIGTERM is ignored could not be stopped.
+  if [[ -f $_ddp_log && $_ddp_ending == no ]]; then
     _ddp_watch_srun "$1" >/dev/null 2>&1 &
     watcher=$!
   fi
@@ -276,6 +277,7 @@ _ddp_watch_srun() {
   until _ddp_srun_lost_a_node || _ddp_srun_reported_a_task; do
     sleep 20 &
     wait $!
+    kill -0 "$1" 2>/dev/null || exit 0 # its number may be another process's soon
   done
   sleep 90 &
   wait $!
