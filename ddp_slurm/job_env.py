@@ -1,6 +1,6 @@
 """What a job tells its ranks, through environment variables.
 
-Every variable of this project stands here and nowhere else. Standard library only: every rank
+Every variable of this project is defined here and nowhere else. Standard library only: every rank
 imports this.
 """
 

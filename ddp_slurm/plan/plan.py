@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, repeat
+from itertools import chain, repeat
 
 from ddp_slurm.cluster.machines import GpuModel, Node, gres_text
 from ddp_slurm.errors import DdpSlurmError, counted
@@ -145,11 +145,6 @@ class Plan:
     def tasks_per_node(self) -> str:
         """The same as ``1,2(x3)``."""
         return compress_tasks_per_node(self.task_counts)
-
-    @property
-    def first_nodes(self) -> tuple[int, ...]:
-        """The node rank of each component's first node."""
-        return (0, *accumulate(len(component.nodes) for component in self.components))[:-1]
 
     def ranks(self) -> Iterator[PlannedRank]:
         """Every rank, in order."""

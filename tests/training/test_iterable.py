@@ -14,7 +14,7 @@ from .test_sampler import lengths, shares
 
 
 class Stream:
-    """Numbers that can only be iterated, anew each epoch."""
+    """Numbers that can only be iterated, again each epoch."""
 
     def __init__(self, length: int) -> None:
         self.length = length

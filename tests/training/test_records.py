@@ -32,7 +32,7 @@ def test_recorder_of_a_resumed_run_reads_like_one_run(tmp_path: Path, name: str)
         (2, 0.5),
         (3, 0.25),
     ]
-    open_recorder(str(path))  # a new run begins anew
+    open_recorder(str(path))  # a new run begins from scratch
     assert len(path.read_text().splitlines()) == (0 if name.endswith("jsonl") else 1)
 
 
