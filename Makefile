@@ -11,7 +11,7 @@ SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 TEST_PACKAGES := slurm-wlm slurmdbd mariadb-server-core mariadb-client-core munge iproute2 \
   debootstrap openssh-server openssh-client shellcheck
 # Most live tests wait for Slurm: three processes need less than half of the time of one.
-PYTEST_OPTIONS ?= -n 3 --dist loadgroup --no-loadscope-reorder
+PYTEST_OPTIONS ?= -n 3 --no-loadscope-reorder
 
 .PHONY: demo test test-releases fresh lint docs clean
 

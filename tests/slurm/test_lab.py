@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddp_slurm.cluster import Cluster, Node
-from ddp_slurm.lab import Lab, LabError, config, daemons, network
+from ddp_slurm.lab import Lab, LabError, config, daemons, network, registry
 from ddp_slurm.lab.layout import LABS_FOLDER
 from ddp_slurm.lab.registry import check_nodes
 from tests.slurm.conftest import wait_for_node
@@ -63,8 +63,10 @@ def output_on(lab: Lab, node: str, *argv: str) -> str:
     return done.stdout
 
 
-def machine_links() -> set[str]:
-    return {name for name in os.listdir("/sys/class/net") if name.startswith("ddplab")}
+def machine_link(number: int) -> int | None:
+    """The kernel's index of that network's link; another lab's link of the name has another one."""
+    file = Path("/sys/class/net", network.link_name(number), "ifindex")
+    return int(file.read_text()) if file.exists() else None
 
 
 def cli(*args: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
@@ -136,11 +138,12 @@ def test_second_lab_runs_beside_and_leaves_nothing(live_lab, make_lab):
     gres = "--gres=gpu:t4:2,gpu:h100:1"
     devices = lab.ask(["srun", "-wa2", "-pbig", gres, "printenv", "CUDA_VISIBLE_DEVICES"])
     assert devices.out.strip() == "0,1,2", devices.text
-    links = machine_links()
+    link = machine_link(lab.network)
     assert residue(lab.name)
+    assert link
     lab.down()
     assert residue(lab.name) == []
-    assert links - machine_links() == {network.link_name(lab.network)}
+    assert machine_link(lab.network) != link
     assert set(live_lab.status().values()) == {"IDLE"}
     with pytest.raises(LabError, match="no lab"):
         lab.down()
@@ -196,10 +199,12 @@ Lab.up(Cluster.load("cluster.yaml"), {new_name!r})
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert residue(new_name)
-    links = machine_links()
+    number = registry.find(new_name).network
+    link = machine_link(number)
+    assert bool(link) == (stage != "record")
     assert cli("down", "--name", new_name).returncode == 0
     assert residue(new_name) == []
-    assert machine_links() <= links
+    assert link is None or machine_link(number) != link
 
 
 def test_down_needs_no_record_and_no_whole_namespaces(make_lab, monkeypatch):
