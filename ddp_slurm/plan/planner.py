@@ -43,14 +43,15 @@ def make_plan(cluster: Cluster, options: JobOptions) -> Plan:
 
 def _used_nodes(cluster: Cluster, options: JobOptions) -> Iterator[UsedNode]:
     nodes = _chosen_nodes(cluster, options)
-    available = sum(node.gpu_count for node in nodes)
+    counts = [node.gpu_count for node in nodes]
+    available = sum(counts)
     if not available:
         raise PlanError(f"--nodes: {_described(nodes)} have no GPU; choose others")
     wanted = options.gpus or available
     if wanted > available:
         raise PlanError(f"--gpus: {wanted} asked for, but {_described(nodes)} have {available}")
-    for node in nodes:
-        count = min(node.gpu_count, wanted)
+    for node, own in zip(nodes, counts, strict=True):
+        count = min(own, wanted)
         if count:
             wanted -= count
             yield UsedNode(node, count)
