@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ddp_slurm.comm import Comm
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.hostlist import HostlistError, compress_tasks_per_node, expand_tasks_per_node
 
@@ -17,6 +18,7 @@ TASKS_PER_NODE = "DDP_SLURM_TASKS_PER_NODE"
 GLOBAL_BATCH_SIZE = "DDP_SLURM_GLOBAL_BATCH_SIZE"
 SHARES = "DDP_SLURM_SHARES"
 BALANCE = "DDP_SLURM_BALANCE"
+COMM = "DDP_SLURM_COMM"
 REQUEUE_MARKER = "DDP_SLURM_REQUEUE_MARKER"
 
 MEASURED = "measured"
@@ -42,6 +44,8 @@ class JobEnv:
     balance: str | None = None
     """DDP_SLURM_BALANCE: ``equal``, ``planned`` (by a file of speeds), or ``measured``: the ranks
     measure their speed at the start and choose the shares themselves."""
+    comm: Comm | None = None
+    """DDP_SLURM_COMM: how the ranks exchange gradients, as ``--comm`` has it; None: exactly."""
     requeue_marker: str | None = None
     """DDP_SLURM_REQUEUE_MARKER: path of the file that rank 0 creates after it stopped before the
     time limit with a good snapshot: the job script then requeues the job."""
@@ -54,6 +58,7 @@ class JobEnv:
             GLOBAL_BATCH_SIZE: _number_text(self.global_batch_size),
             SHARES: _counts_text(self.shares),
             BALANCE: self.balance,
+            COMM: None if self.comm is None else str(self.comm),
             REQUEUE_MARKER: self.requeue_marker,
         }
         return {name: value for name, value in values.items() if value is not None}
@@ -72,6 +77,7 @@ class JobEnv:
             global_batch_size=_number(env, GLOBAL_BATCH_SIZE),
             shares=_counts(env, SHARES),
             balance=env.get(BALANCE),
+            comm=_comm(env),
             requeue_marker=env.get(REQUEUE_MARKER),
         )
 
@@ -101,3 +107,13 @@ def _counts(env: Mapping[str, str], name: str) -> tuple[int, ...] | None:
         return tuple(expand_tasks_per_node(text))
     except HostlistError as error:
         raise JobEnvError(f"{name}={text!r}: {error}") from None
+
+
+def _comm(env: Mapping[str, str]) -> Comm | None:
+    text = env.get(COMM)
+    if text is None:
+        return None
+    try:
+        return Comm.read(text)
+    except ValueError as error:
+        raise JobEnvError(f"{COMM}: {error}") from None

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ddp_slurm.comm import EXACT, Comm
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.job import values
 from ddp_slurm.job.balance_option import EQUAL, Balance
@@ -178,6 +179,14 @@ class JobOptions(Schema):
         "equal|measured|FILE",
         "how the global batch is shared out: 'equal', 'measured' (at the start), or a YAML file of "
         "speeds",
+    )
+    comm: Comm = key(
+        Comm.read,
+        EXACT,
+        "exact|bf16|powersgd|local:STEPS|auto",
+        "how the ranks exchange gradients: 'exact'; not exact, for slow networks: 'bf16' between "
+        "nodes, 'powersgd', or 'local:STEPS' steps of each rank's own between two averages; "
+        "'auto:bf16' and 'auto:local' choose up to that",
     )
     sbatch: tuple[SbatchOption, ...] = key(
         values.list_of(SbatchOption.read),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 
 from ddp_slurm.cluster.machines import GpuModel, Node, gres_text
+from ddp_slurm.comm import EXACT
 from ddp_slurm.errors import DdpSlurmError, counted
 from ddp_slurm.hostlist import compress_hostlist, compress_tasks_per_node
 from ddp_slurm.job.options import JobOptions
@@ -158,4 +159,5 @@ class Plan:
             global_batch_size=self.options.global_batch_size,
             shares=self.shares,
             balance=self.options.balance.kind,
+            comm=None if self.options.comm == EXACT else self.options.comm,
         )

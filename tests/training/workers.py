@@ -5,6 +5,7 @@ import contextlib
 import runpy
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -65,6 +66,8 @@ class Case:
     clip_norm: float | None = None
     dtype: torch.dtype = torch.float64
     weighted: bool = True
+    lr: float = 0.1
+    momentum: float = 0.9
 
 
 @dataclass
@@ -81,7 +84,7 @@ def train_alone(case: Case) -> Outcome:
     """The reference: one process, no DDP, whole batches, and of this package the order alone."""
     inputs, targets = make_data(case.samples, case.dtype)
     model = make_model(case.dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=case.lr, momentum=case.momentum)
     losses, gradients = [], []
     for order in _windows(case):
         optimizer.zero_grad()
@@ -107,12 +110,21 @@ def _windows(case: Case) -> list[Tensor]:
     return windows[: case.steps]
 
 
-def train_in_parts(case: Case, rank: int, group: dist.ProcessGroup | None = None) -> Outcome:
+def train_in_parts(
+    case: Case,
+    rank: int,
+    group: dist.ProcessGroup | None = None,
+    wrap: Callable[[nn.Module, torch.optim.Optimizer], nn.Module] | None = None,
+) -> Outcome:
     """Somebody's own loop over DDP with the sampler, the loss weight and ``no_sync``."""
     inputs, targets = make_data(case.samples, case.dtype)
     model = make_model(case.dtype)
-    ddp = nn.parallel.DistributedDataParallel(model, process_group=group)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=case.lr, momentum=case.momentum)
+    ddp: Any = (
+        wrap(model, optimizer)
+        if wrap
+        else nn.parallel.DistributedDataParallel(model, process_group=group)
+    )
     sampler = BalancedSampler(case.samples, case.shares, rank, seed=3)
     losses: list[float] = []
     gradients: list[Tensor] = []
@@ -149,10 +161,15 @@ def train_in_parts(case: Case, rank: int, group: dist.ProcessGroup | None = None
                 nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
             dist.all_reduce(loss_sum, group=group)
             losses.append(loss_sum.item() / total)
-            gradients.append(flat(p.grad for p in model.parameters()))
+            gradients.append(_gradient(model))
             optimizer.step()
         epoch += 1
     return Outcome(losses, torch.stack(gradients), flat(model.parameters()))
+
+
+def _gradient(model: nn.Module) -> Tensor:
+    """Zeros where a rank without samples has none."""
+    return flat(torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters())
 
 
 def compare(pipe: Connection, case: Case) -> Outcome:

@@ -20,6 +20,7 @@ EVERY_RANK = (
     "ask",
     "files",
     "console",
+    "comm",
     "job_env",
     "rank_env",
     "balance",

@@ -4,41 +4,47 @@ collective."""
 import atexit
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ddp_slurm.balance import planned_shares
+from ddp_slurm.comm import EXACT
 from ddp_slurm.job_env import MEASURED, JobEnv
 from ddp_slurm.rank_env import LaunchError, RankEnv
+from ddp_slurm.training.links.layout import Layout
+from ddp_slurm.training.links.local_steps import LocalSteps
+from ddp_slurm.training.links.wrap import Links, attach
 from ddp_slurm.training.process_group.ending import print_errors_plainly
 from ddp_slurm.training.process_group.facts import (
-    Arrival,
     RankFacts,
     describe_this_rank,
     facts_from_dict,
     node_name,
 )
 from ddp_slurm.training.process_group.failure import FailureWatch
-from ddp_slurm.training.process_group.peers import Peers
 from ddp_slurm.training.process_group.rendezvous import (
     Meeting,
-    connect,
     join_store,
     leave,
     meet,
-    place_of,
+)
+from ddp_slurm.training.process_group.start_group import (
+    set_device,
+    start_process_group,
+    watch_for_failure,
 )
 from ddp_slurm.training.process_group.startup_check import check_launch
 from ddp_slurm.training.process_group.stop_signal import catch_stop_signal, is_stop_requested
 from ddp_slurm.training.uneven.calibrate import TrainingStep, measured_shares
+from ddp_slurm.training.uneven.gradients import wrap_model
 from ddp_slurm.training.uneven.sample_batches import TrainingData, batch_reader
 
 _joined = False
@@ -72,6 +78,8 @@ class World:
     rendezvous_seconds: float
     """What ``init_distributed`` took on this rank."""
     _membership: Membership | None = field(default=None, repr=False)
+    local_steps: list[LocalSteps] = field(default_factory=list, repr=False)
+    """Of the models that ``wrap`` has given them."""
 
     @property
     def rank(self) -> int:
@@ -130,6 +138,43 @@ class World:
             return self.planned_shares(global_batch)
         step = TrainingStep(model, loss_function, batch_reader(data, self.device), self.device)
         return measured_shares(step, global_batch, self.control, max_batch)
+
+    def wrap(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        shares: Sequence[int] | None = None,
+        compute_seconds: float | None = None,
+    ) -> DistributedDataParallel:
+        """DistributedDataParallel that exchanges as the job asks (``--comm``), by default exactly.
+
+        All ranks call it, before the first backward. Local steps need ``optimizer`` and ``shares``;
+        nothing else does. ``compute_seconds`` of a step, if known, lets ``--comm auto`` see what is
+        hidden behind it.
+        """
+        ddp = wrap_model(model, self.device)
+        if self.world_size > 1:
+            local = attach(self._links(), ddp, optimizer, shares, compute_seconds)
+            self.local_steps += [local] if local else []
+        return ddp
+
+    def _links(self) -> Links:
+        assert self._membership is not None
+        return Links(
+            layout=Layout.of([fact.node_rank for fact in self.ranks]),
+            device=self.device,
+            comm=JobEnv.from_environ().comm or EXACT,
+            timeout_seconds=self._membership.timeout_seconds,
+            control=self.control,
+        )
+
+    def average(self) -> None:
+        """Before an evaluation, before saving, and at the end: all ranks get the same parameters.
+
+        All ranks call it. Under another ``--comm`` than local steps they have them anyway.
+        """
+        for local in self.local_steps:
+            local.average()
 
     @property
     def _measures(self) -> bool:
@@ -216,10 +261,10 @@ def init_distributed(
     store = join_store(arrival, rendezvous_seconds)
     _joined = True
     meeting = meet(store, arrival, rendezvous_seconds)
-    watch = _watch_for_failure(meeting, arrival, rendezvous_seconds, timeout_seconds)
-    device = _set_device(meeting.env, arrival)
+    watch = watch_for_failure(meeting, arrival, rendezvous_seconds, timeout_seconds)
+    device = set_device(meeting.env, arrival)
     backend = backend or ("nccl" if arrival.gpus else "gloo")
-    control = _start_process_group(meeting, backend, device, timeout_seconds)
+    control = start_process_group(meeting, backend, device, timeout_seconds)
     ranks = _share_facts(meeting, control)
     if watch is not None:
         watch.peers.places = [fact.place for fact in ranks]
@@ -243,50 +288,6 @@ def _check_joins_once(env: RankEnv) -> None:
             f"rank {env.rank}: init_distributed a second time in this process; use the first one's "
             "world for all of it"
         )
-
-
-def _watch_for_failure(
-    meeting: Meeting, arrival: Arrival, rendezvous_seconds: float, timeout_seconds: float
-) -> FailureWatch | None:
-    env = meeting.env
-    if env.world_size == 1:
-        return None
-    places = [f"rank {rank}" for rank in range(env.world_size)]
-    places[0] = f"rank 0 on {env.master_addr}"
-    places[env.rank] = place_of(arrival)
-    waiting_store = connect(env, rendezvous_seconds)
-    watch = FailureWatch(Peers(env.rank, places, meeting.store, waiting_store), timeout_seconds)
-    watch.start()
-    return watch
-
-
-def _set_device(env: RankEnv, arrival: Arrival) -> torch.device:
-    if not arrival.gpus:
-        return torch.device("cpu")
-    assert env.device_index is not None
-    device = torch.device("cuda", env.device_index)
-    # before the group starts: NCCL's barrier takes the current device
-    torch.cuda.set_device(device)
-    return device
-
-
-def _start_process_group(
-    meeting: Meeting, backend: str, device: torch.device, timeout_seconds: float
-) -> dist.ProcessGroup:
-    """The default group; returns a gloo group over the same ranks."""
-    limit = timedelta(seconds=timeout_seconds)
-    dist.init_process_group(
-        backend,
-        store=PrefixStore("group", meeting.store),
-        rank=meeting.env.rank,
-        world_size=meeting.env.world_size,
-        timeout=limit,
-        device_id=device if backend == "nccl" else None,
-    )
-    is_gloo = backend == "gloo"
-    control = dist.group.WORLD if is_gloo else dist.new_group(backend="gloo", timeout=limit)
-    assert isinstance(control, dist.ProcessGroup)
-    return control
 
 
 def _share_facts(meeting: Meeting, control: dist.ProcessGroup) -> list[RankFacts]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 from ddp_slurm.training.random_state import random_state, set_random_state
 from ddp_slurm.training.snapshot import SnapshotError
@@ -18,8 +20,9 @@ def run_state(trainer: Trainer) -> dict[str, Any]:
 
     ``model`` has BatchNorm statistics averaged over the ranks. ``ranks`` holds what only the same
     rank of the same world can use: its random generators, its own statistics and its sums since
-    the last report.
+    the last report; with local steps also its optimizer's state.
     """
+    local_steps = trainer.optimizer_step.local_steps
     world, loss_sum = trainer.world, trainer.optimizer_step.loss_sum
     model = {name: tensor.detach() for name, tensor in trainer.module.state_dict().items()}
     model.update(trainer.batchnorm.averaged())
@@ -28,6 +31,8 @@ def run_state(trainer: Trainer) -> dict[str, Any]:
         "batchnorm": trainer.batchnorm.own_state(),
         "loss": [*loss_sum.totals(), loss_sum.samples],
     }
+    if local_steps is not None:
+        own["optimizer"] = _on_cpu(trainer.optimizer.state_dict())
     rows: list[dict[str, Any] | None] | None = None
     if world.rank == 0:
         rows = [None] * world.world_size
@@ -44,6 +49,7 @@ def run_state(trainer: Trainer) -> dict[str, Any]:
         "scheduler": scheduler.state_dict() if scheduler is not None else None,
         "scaler": trainer.optimizer_step.scaler.state_dict(),
         "ranks": rows,
+        "local_steps": local_steps.state() if local_steps is not None else None,
     }
 
 
@@ -64,6 +70,8 @@ def load_run_state(trainer: Trainer, state: dict[str, Any]) -> None:
         raise SnapshotError(
             f"the snapshot {_path(trainer)} belongs to another model or optimizer: {error}"
         ) from error
+    if trainer.optimizer_step.local_steps is not None:
+        trainer.optimizer_step.local_steps.load_state(state.get("local_steps"))
     trainer.epoch = state["epoch"]
     trainer.samples_done = state["samples_done"]
     trainer.step = state["step"]
@@ -71,10 +79,16 @@ def load_run_state(trainer: Trainer, state: dict[str, Any]) -> None:
         own = state["ranks"][trainer.world.rank]
         set_random_state(own["random"], trainer.world.device)
         trainer.batchnorm.load_own_state(own["batchnorm"])
+        if "optimizer" in own:
+            trainer.optimizer.load_state_dict(own["optimizer"])
         loss, *weights, samples = own["loss"]
         # Snapshots of version 1 have no weight: it was the number of samples.
         weight = weights[0] if weights else samples
         trainer.optimizer_step.loss_sum.reset(loss, weight, samples)
+
+
+def _on_cpu(values: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), values)
 
 
 def _check_same(trainer: Trainer, state: dict[str, Any]) -> None:

@@ -55,6 +55,7 @@ class Saver:
         it stays."""
         if self._snapshot is None:
             return
+        self.trainer.world.average()
         state = run_state(self.trainer)
         if self.trainer.world.rank == 0:
             try:
@@ -66,6 +67,7 @@ class Saver:
         """Write a snapshot, or raise SnapshotError on every rank."""
         if self._snapshot is None:
             return
+        self.trainer.world.average()
         state, snapshot = run_state(self.trainer), self._snapshot
         self._on_rank_0(lambda: snapshot.save(state))
 

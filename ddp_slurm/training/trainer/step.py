@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.job_env import JobEnv
 from ddp_slurm.training.process_group import World
 from ddp_slurm.training.trainer.config import TrainerConfig
 from ddp_slurm.training.trainer.precision import Precision
 from ddp_slurm.training.uneven.gradients import (
     has_sync_batchnorm,
     no_sample_loss,
-    wrap_model,
 )
 from ddp_slurm.training.uneven.weighted_loss import WeightedLoss
 
@@ -45,6 +46,18 @@ class LossSum:
         self.samples = samples
 
 
+def _check_scaler(precision: Precision) -> None:
+    """fp16's loss scaler lets single ranks skip steps, and infinities stay in PowerSGD's memory."""
+    comm = JobEnv.from_environ().comm
+    if comm is None or not precision.grad_scaler().is_enabled():
+        return
+    if comm.kind in ("local", "powersgd") or comm.allows == "local":
+        raise DdpSlurmError(
+            f"--comm {comm} cannot be combined with fp16, whose loss scaler skips steps; set the "
+            "precision to bf16 or fp32, or take --comm bf16"
+        )
+
+
 class OptimizerStep:
     """Forward, backward and update, with the gradient of the mean over the whole global batch."""
 
@@ -56,10 +69,14 @@ class OptimizerStep:
         loss: WeightedLoss,
         precision: Precision,
         config: TrainerConfig,
+        shares: Sequence[int],
     ) -> None:
         self.model = model
         if world.world_size > 1:
-            self.model = wrap_model(model, world.device)
+            _check_scaler(precision)
+            self.model = world.wrap(model, optimizer, shares)
+        made = [local for local in world.local_steps if local.optimizer is optimizer]
+        self.local_steps = made[-1] if made else None
         self.optimizer = optimizer
         self.loss = loss
         self.precision = precision

@@ -95,7 +95,7 @@ class Trainer:
         self.sampler = self._make_sampler()
         self.batchnorm = BatchNormStatistics(model)
         self.optimizer_step = OptimizerStep(
-            world, model, optimizer, self.loss, self.precision, config
+            world, model, optimizer, self.loss, self.precision, config, self.sampler.shares
         )
         self.epoch, self.samples_done, self.step = 0, 0, 0
         self.records = Records(config.recorders)
@@ -130,6 +130,7 @@ class Trainer:
                 return Result(False, self.step, metrics)
             metrics = self._end_epoch()
         self._vote.result()
+        self.world.average()
         return Result(True, self.step, metrics)
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
@@ -143,6 +144,7 @@ class Trainer:
         source = self.eval_data if data is None else as_source(data, self.world.device)
         if source is None:
             raise DataError("nothing to evaluate: the Trainer was given no eval_data")
+        self.world.average()
         self.batchnorm.synchronize()
         metrics = evaluate(
             self.module,

@@ -1,0 +1,129 @@
+"""Which way the ranks exchange gradients: by what was asked for, and a short measurement."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ddp_slurm.comm import EXACT, Comm
+from ddp_slurm.training.links.exchange import Exchange
+from ddp_slurm.training.links.layout import Layout
+
+LEAST_BYTES = 1 << 20
+"""Smaller gradients are a matter of latency, and are not measured: they go in one level."""
+MOST_BYTES = 16 << 20
+"""The most that one all-reduce of the measurement sends."""
+SECONDS = 2.0
+"""About what the measurement may take."""
+CLEARLY = 1.1
+"""Two levels are taken where they are faster by this factor. Less may be noise, and a resumed run
+must find the same way again: its sums would differ in the last bit."""
+LOCAL_STEPS = (8, 16, 32, 64)
+"""What ``auto:local`` chooses from."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of one exact exchange of all gradients, in one level and in two."""
+
+    flat: float
+    two_levels: float
+
+    @property
+    def best(self) -> float:
+        return min(self.flat, self.two_levels)
+
+    @property
+    def two_levels_win(self) -> bool:
+        return self.flat > CLEARLY * self.two_levels
+
+
+def measure(exchange: Exchange, total_bytes: int) -> Measured:
+    """Time both ways, with growing buffers until the time is used up. All ranks call it."""
+    size = min(total_bytes, LEAST_BYTES)
+    _seconds_of_both(exchange, size)  # the first one connects the ranks
+    while True:
+        seconds = _seconds_of_both(exchange, size)
+        if size >= min(total_bytes, MOST_BYTES) or 4 * sum(seconds) > SECONDS / 4:
+            break
+        size = min(4 * size, total_bytes, MOST_BYTES)
+    for _ in range(min(3, int(SECONDS / 2 / sum(seconds)))):
+        again = _seconds_of_both(exchange, size)
+        seconds = (min(seconds[0], again[0]), min(seconds[1], again[1]))
+    scale = total_bytes / size
+    return Measured(seconds[0] * scale, seconds[1] * scale)
+
+
+def _seconds_of_both(exchange: Exchange, size: int) -> tuple[float, float]:
+    """In one level and in two."""
+    exchange.two_levels = False
+    flat = _seconds_of(exchange, size)
+    if not exchange.layout.has_two_levels:
+        return flat, flat
+    exchange.two_levels = True
+    return flat, _seconds_of(exchange, size)
+
+
+def _seconds_of(exchange: Exchange, size: int) -> float:
+    """What the slowest rank needs for ``size`` bytes; the same number on every rank."""
+    device = exchange.device
+    buffer = torch.zeros(size // 4, device=device)
+    clock = torch.zeros(1, dtype=torch.float64, device=device)
+    dist.all_reduce(clock)
+    clock.item()  # all have arrived
+    started = time.perf_counter()
+    exchange.start(buffer).wait()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    clock.fill_(time.perf_counter() - started)
+    dist.all_reduce(clock, op=dist.ReduceOp.MAX)
+    return clock.item()
+
+
+def choose(comm: Comm, exact_seconds: float | None, compute_seconds: float | None) -> Comm:
+    """What ``auto`` takes; anything else stays as it is.
+
+    Args:
+        exact_seconds: of one exact exchange of all gradients; None where no link is crossed.
+        compute_seconds: of one step without it, behind which an exchange can hide; None: unknown,
+            and nothing is hidden.
+    """
+    if comm.kind != "auto":
+        return comm
+    hidden = compute_seconds or 0.0
+    if comm.allows == "exact" or exact_seconds is None or exact_seconds <= hidden:
+        return EXACT
+    bf16_seconds = exact_seconds / 2
+    if comm.allows == "bf16" or bf16_seconds <= hidden:
+        return Comm("bf16")
+    enough = (steps for steps in LOCAL_STEPS if bf16_seconds <= steps * hidden)
+    return Comm("local", steps=next(enough, LOCAL_STEPS[-1] if hidden else 32))
+
+
+def arithmetic(
+    layout: Layout,
+    total_bytes: int,
+    measured: Measured | None,
+    compute_seconds: float | None,
+) -> str:
+    """One line with the numbers behind the choice."""
+    ways: Sequence[str]
+    one = f"{layout.traffic(two_levels=False):.2f}x"
+    if measured is None:
+        ways = [f"in one level {one}"]
+    else:
+        two = f"{layout.traffic(two_levels=True):.2f}x"
+        ways = [f"in one level {one}, {_milliseconds(measured.flat)}"]
+        if layout.has_two_levels:
+            ways.append(f"in two {two}, {_milliseconds(measured.two_levels)}")
+    compute = "unknown" if compute_seconds is None else _milliseconds(compute_seconds)
+    return (
+        f"{layout} ranks, {total_bytes / 1e6:.1f} MB of gradients, through a node's link "
+        f"{'; '.join(ways)}; computing a step takes {compute}"
+    )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"

@@ -1,0 +1,77 @@
+"""What the ranks of the tests of the links run."""
+
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ddp_slurm.training import World, init_distributed, wrap_model
+from ddp_slurm.training.links.exchange import Exchange
+from ddp_slurm.training.links.layout import Layout
+from ddp_slurm.training.links.local_steps import LocalConfig, LocalSteps
+from ddp_slurm.training.links.wrap import mean_over_ranks
+
+from .workers import Case, Outcome, flat, train_in_parts
+
+
+def make_exchange(world: World, *, two_levels: bool, bf16: bool = False) -> Exchange:
+    layout = Layout.of([fact.node_rank for fact in world.ranks])
+    exchange = Exchange(layout, world.device)
+    exchange.two_levels, exchange.bf16 = two_levels, bf16
+    return exchange
+
+
+def with_hook(pipe: Connection, case: Case, two_levels: bool, bf16: bool) -> Outcome:
+    with init_distributed() as world:
+        exchange = make_exchange(world, two_levels=two_levels, bf16=bf16)
+
+        def wrap(model: nn.Module, optimizer: Optimizer) -> DistributedDataParallel:
+            ddp = wrap_model(model, world.device)
+            ddp.register_comm_hook(exchange, mean_over_ranks)
+            return ddp
+
+        return train_in_parts(case, world.rank, wrap=wrap)
+
+
+def wrapped(pipe: Connection, case: Case) -> Outcome:
+    """As DDP_SLURM_COMM says; the parameters after the ranks' average."""
+    with init_distributed() as world:
+        models = []
+
+        def wrap(model: nn.Module, optimizer: Optimizer) -> DistributedDataParallel:
+            models.append(model)
+            return world.wrap(model, optimizer, case.shares)
+
+        outcome = train_in_parts(case, world.rank, wrap=wrap)
+        world.average()
+        outcome.parameters = flat(models[0].parameters())
+        return outcome
+
+
+def with_local_steps(pipe: Connection, case: Case, config: LocalConfig) -> Outcome:
+    """In the buffers' own precision."""
+    with init_distributed() as world:
+        exchange = make_exchange(world, two_levels=True)
+        made: list[Any] = []
+
+        def wrap(model: nn.Module, optimizer: Optimizer) -> DistributedDataParallel:
+            ddp = wrap_model(model, world.device)
+            local = LocalSteps(ddp, optimizer, case.shares, exchange, world.control, config)
+            made.extend((model, local))
+            return ddp
+
+        outcome = train_in_parts(case, world.rank, wrap=wrap)
+        model, local = made
+        local.average()
+        outcome.parameters = flat(model.parameters())
+        return outcome
+
+
+def summed_in_bf16(pipe: Connection, values: torch.Tensor, two_levels: bool) -> torch.Tensor:
+    """The sum over the ranks of ``values[rank]``."""
+    with init_distributed() as world:
+        exchange = make_exchange(world, two_levels=two_levels, bf16=True)
+        return exchange.start(values[world.rank].clone()).wait()

@@ -1,0 +1,75 @@
+"""Every way of exchanging gradients gives what it promises, on uneven nodes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddp_slurm.training.links.local_steps import LocalConfig
+
+from .links_worker import summed_in_bf16, with_hook, with_local_steps, wrapped
+from .test_parity import worst_error
+from .trainer_worker import relative_error
+from .workers import Case, train_alone
+from .worlds import run_world
+
+TASKS = (4, 2, 1)
+SHARES = (18, 18, 18, 18, 36, 36, 72)
+"""The cards of the three nodes are 1 : 2 : 4; 216 samples, and 152 at the end of an epoch."""
+
+
+def test_two_levels_are_exact(tmp_path: Path) -> None:
+    case = Case(samples=800, shares=SHARES, steps=20, micro_batch=40, clip_norm=0.3)
+    expected = train_alone(case)
+    found = run_world(tmp_path, TASKS, with_hook, case, True, False)
+    for outcome in found:
+        assert worst_error(outcome, expected) < 1e-6
+        assert torch.equal(outcome.parameters, found[0].parameters)
+
+
+def test_two_levels_are_wrong_without_the_loss_weight(tmp_path: Path) -> None:
+    case = Case(samples=800, shares=SHARES, steps=20, weighted=False)
+    expected = train_alone(case)
+    for found in run_world(tmp_path, TASKS, with_hook, case, True, False):
+        assert worst_error(found, expected) > 1e-2
+
+
+@pytest.mark.parametrize("two_levels", [True, False])
+def test_sum_in_bf16_rounds_twice(tmp_path: Path, two_levels: bool) -> None:
+    values = torch.randn(7, 1001, generator=torch.Generator().manual_seed(1))
+    exact = values.double().sum(dim=0)
+    found = run_world(tmp_path, TASKS, summed_in_bf16, values, two_levels)
+    rounding = 2.0**-8  # half of the last of 8 bits
+    most = rounding * (values.double().abs().sum(dim=0) + exact.abs()) * 1.01
+    for total in found:
+        assert ((total - exact).abs() <= most).all()
+        assert torch.equal(total, found[0])
+
+
+def test_bf16_trains_within_its_rounding(tmp_path: Path) -> None:
+    case = Case(samples=800, shares=SHARES, steps=20, micro_batch=40)
+    expected = train_alone(case)
+    environ = {"DDP_SLURM_COMM": "bf16"}
+    found = run_world(tmp_path, TASKS, wrapped, case, environ=environ)
+    for outcome in found:
+        error = relative_error(outcome.parameters, expected.parameters)
+        assert 1e-6 < error < 2e-2
+        assert torch.equal(outcome.parameters, found[0].parameters)
+
+
+def test_powersgd_trains(tmp_path: Path) -> None:
+    case = Case(samples=800, shares=SHARES, steps=40, micro_batch=40)
+    expected = train_alone(case)
+    environ = {"DDP_SLURM_COMM": "powersgd"}
+    found = run_world(tmp_path, TASKS, wrapped, case, environ=environ)
+    for outcome in found:
+        assert outcome.losses[-1] < 1.2 * expected.losses[-1] + 0.01
+        assert torch.equal(outcome.parameters, found[0].parameters)
+
+
+def test_local_steps_of_one_are_exact_for_plain_sgd(tmp_path: Path) -> None:
+    case = Case(samples=800, shares=SHARES, steps=20, momentum=0.0)
+    expected = train_alone(case)
+    config = LocalConfig(steps=1, outer_lr=1.0, outer_momentum=0.0, overlaps=False)
+    for outcome in run_world(tmp_path, TASKS, with_local_steps, case, config):
+        assert relative_error(outcome.parameters, expected.parameters) < 1e-6
