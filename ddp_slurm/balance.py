@@ -2,8 +2,10 @@
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from ddp_slurm.curve import Curve
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.job_env import SHARES, JobEnv
 
@@ -71,15 +73,15 @@ def planned_shares(
 
 def split_batch(
     global_batch: int,
-    costs: Sequence[Cost],
+    costs: Sequence[Cost | Curve],
     max_batch: int | Sequence[int] | None = None,
 ) -> list[int]:
     """The samples per rank for which the slowest rank's step is shortest: the exact optimum.
 
     Args:
         global_batch: samples of one optimizer step over all ranks.
-        costs: per rank ``(alpha_seconds, beta_seconds_per_sample)``; a step of n samples takes
-            alpha + beta * n.
+        costs: per rank ``(alpha_seconds, beta_seconds_per_sample)``: a step of n samples takes
+            alpha + beta * n; or a Curve, through measured points.
         max_batch: the most samples that a rank can take, one number for all ranks or one for each.
 
     Returns one number per rank, their sum exactly ``global_batch``. Of several optima it is the one
@@ -94,16 +96,15 @@ def split_batch(
     Raises BalanceError for a negative batch, no ranks, costs that are negative or not finite, and a
     batch above the sum of ``max_batch``.
     """
-    _check_costs(global_batch, costs)
+    curves = _curves(global_batch, costs)
     limits = _checked_limits(global_batch, len(costs), max_batch)
     # The optimum takes the global_batch cheapest of all "the n-th sample of rank r": greedy is
     # exact because a rank's time only grows. Bisection on the time finds most of them; the greedy
     # loop places the few that are left.
-    shares = _below_optimum(global_batch, costs, limits)
+    shares = _below_optimum(global_batch, curves, limits)
 
     def seconds_with_one_more(rank: int) -> tuple[float, int, int]:
-        alpha, beta = costs[rank]
-        return alpha + beta * (shares[rank] + 1), shares[rank], rank
+        return curves[rank].seconds(shares[rank] + 1), shares[rank], rank
 
     not_full = [rank for rank in range(len(costs)) if shares[rank] < limits[rank]]
     queue = [seconds_with_one_more(rank) for rank in not_full]
@@ -116,19 +117,24 @@ def split_batch(
     return shares
 
 
-def _check_costs(global_batch: int, costs: Sequence[Cost]) -> None:
+def _curves(global_batch: int, costs: Sequence[Cost | Curve]) -> list[Curve]:
     if not costs:
         raise BalanceError(
             "no costs: one (alpha_seconds, beta_seconds_per_sample) per rank is needed"
         )
     if global_batch < 0:
         raise BalanceError(f"global batch {global_batch} is negative")
-    for rank, cost in enumerate(costs):
-        if not all(math.isfinite(seconds) and seconds >= 0 for seconds in cost):
-            alpha, beta = cost
-            raise BalanceError(
-                f"rank {rank}: cost ({alpha}, {beta}) must be two finite numbers of seconds >= 0"
-            )
+    return [
+        cost if isinstance(cost, Curve) else _line(rank, *cost) for rank, cost in enumerate(costs)
+    ]
+
+
+def _line(rank: int, alpha: float, beta: float) -> Curve:
+    if not all(math.isfinite(seconds) and seconds >= 0 for seconds in (alpha, beta)):
+        raise BalanceError(
+            f"rank {rank}: cost ({alpha}, {beta}) must be two finite numbers of seconds >= 0"
+        )
+    return Curve.line(alpha, beta)
 
 
 def _checked_limits(
@@ -150,27 +156,34 @@ def _checked_limits(
     return [min(limit, global_batch) for limit in limits]
 
 
-def _below_optimum(global_batch: int, costs: Sequence[Cost], limits: Sequence[int]) -> list[int]:
+def _below_optimum(global_batch: int, curves: Sequence[Curve], limits: Sequence[int]) -> list[int]:
     """Shares close to the optimum, none of them above it."""
-    ranks = list(zip(costs, limits, strict=True))
+    ranks = list(zip(curves, limits, strict=True))
+    below, _ = around_optimum(global_batch, Counter(ranks))
+    if below == 0.0:  # samples that cost nothing
+        return [0] * len(ranks)
+    # One less: the division may round up.
+    most = {rank: max(0, rank[0].samples_within(below, rank[1]) - 1) for rank in set(ranks)}
+    return [most[rank] for rank in ranks]
+
+
+def around_optimum(
+    global_batch: int, ranks: Mapping[tuple[Curve, int], int]
+) -> tuple[float, float]:
+    """Seconds just below and just above the shortest time of the slowest rank's step.
+
+    Args:
+        ranks: the number of ranks of each kind, which is a curve and the most samples.
+    """
     low = 0.0
-    high = max(alpha + beta * limit for (alpha, beta), limit in ranks)
-    best = [0] * len(ranks)
+    high = max(curve.seconds(limit) for curve, limit in ranks)
     for _ in range(64):
         middle = (low + high) / 2
-        shares = [_samples_within(middle, cost, limit) for cost, limit in ranks]
-        if sum(shares) <= global_batch:
+        samples = sum(
+            curve.samples_within(middle, limit) * count for (curve, limit), count in ranks.items()
+        )
+        if samples < global_batch:
             low = middle
-            best = shares
         else:
             high = middle
-    return [max(0, share - 1) for share in best]  # one less: the division below may round up
-
-
-def _samples_within(seconds: float, cost: Cost, limit: int) -> int:
-    alpha, beta = cost
-    if alpha + beta > seconds:
-        return 0
-    if alpha + beta * limit <= seconds:
-        return limit
-    return min(limit, int((seconds - alpha) / beta))
+    return low, high

@@ -1,36 +1,19 @@
-"""``--balance equal|measured|FILE``: how the global batch is shared out among the ranks."""
+"""``--balance equal|measured|FILE|TYPE=SPEED,...``: how the global batch is shared out."""
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_slurm.errors import DdpSlurmError, did_you_mean, quoted
+from ddp_slurm.errors import did_you_mean, quoted
 from ddp_slurm.job import values
-from ddp_slurm.schema.fields import positive_number, seconds, word
-from ddp_slurm.schema.schema import Invalid, Schema, key, mapping_of
-from ddp_slurm.schema.yaml_file import load_yaml, validate
+from ddp_slurm.job.speeds import Speed, Speeds, SpeedsError, read_speeds
+from ddp_slurm.schema.fields import word
+from ddp_slurm.schema.schema import Invalid
 
 WORDS = ("equal", "measured")
-
-
-@dataclass(frozen=True, init=False)
-class Speed(Schema):
-    """Seconds of one optimizer step on a GPU that gets n samples: ``alpha + beta * n``.
-
-    A rank that drives all GPUs of its node shares its samples out to them, whether its speed was
-    found under the node's name or the GPU type's.
-    """
-
-    alpha: float = key(seconds, 0.0)
-    beta: float = key(seconds)
-    max_batch: int | None = key(positive_number, None)
-
-
-class SpeedsError(DdpSlurmError):
-    """A file of speeds cannot be used."""
+RELATIVE_SPEED = r"[0-9]{1,6}(\.[0-9]{1,6})?"
 
 
 @dataclass(frozen=True)
@@ -38,11 +21,12 @@ class Balance:
     """The value of --balance."""
 
     kind: str
-    """``equal``, ``measured`` (by the ranks, at the start), or ``planned`` by a file of speeds."""
-    file: str | None = None
-    """Path of the file of speeds."""
-    speeds: Mapping[str, Speed] | None = None
-    """The file's contents: by node name or GPU type; a node's own entry comes before its type's."""
+    """``equal``, ``measured`` (by the ranks, at the start), or ``planned`` by speeds."""
+    source: str | None = None
+    """What was written for the speeds: the path of a file, or relative speeds."""
+    speeds: Speeds | None = None
+    is_relative: bool = False
+    """The speeds' unit is not the second: shares follow from them, and no times."""
 
     @classmethod
     def read(cls, value: Any) -> "Balance":
@@ -52,27 +36,44 @@ class Balance:
         text = values.path(value)
         if text in WORDS:
             return cls(text)
+        if "=" in text and not os.path.exists(text):
+            return cls("planned", text, Speeds(_relative_speeds(text)), is_relative=True)
         looks_like_a_path = re.search("[./]", text) or os.path.exists(text)
         if not looks_like_a_path:
             raise ValueError(
                 f"the file {quoted(text)} does not exist{did_you_mean(text, list(WORDS))}"
             )
-        return cls("planned", text, _read_speeds(Path(text)))
+        try:
+            return cls("planned", text, read_speeds(Path(text)))
+        except SpeedsError as error:
+            raise Invalid([((), line) for line in str(error).splitlines()]) from None
+
+    @property
+    def file(self) -> str | None:
+        """Path of the file of speeds."""
+        return None if self.is_relative else self.source
 
     def with_file(self, path: Path) -> "Balance":
         """The same speeds, read from a copy of the file."""
         return Balance(self.kind, str(path), self.speeds)
 
     def __str__(self) -> str:
-        return self.file or self.kind
+        return self.source or self.kind
 
 
 EQUAL = Balance("equal")
 
 
-def _read_speeds(path: Path) -> dict[str, Speed]:
-    read = mapping_of(word, Speed.read)
-    try:
-        return validate(read, load_yaml(path, SpeedsError), SpeedsError)
-    except SpeedsError as error:
-        raise Invalid([((), line) for line in str(error).splitlines()]) from None
+def _relative_speeds(text: str) -> dict[str, Speed]:
+    """``rtx3090=2,titan=1``: a sample takes half as long on the first."""
+    speeds: dict[str, Speed] = {}
+    for item in text.split(","):
+        name, _, number = item.strip().partition("=")
+        if not re.fullmatch(RELATIVE_SPEED, number) or float(number) == 0:
+            raise ValueError(
+                f"{quoted(item)} is not TYPE=SPEED with a speed above 0, such as rtx3090=2"
+            )
+        if name in speeds:
+            raise ValueError(f"duplicate {name!r} in {quoted(text)}")
+        speeds[word(name)] = Speed(beta=repr(1 / float(number)))
+    return speeds

@@ -56,7 +56,7 @@ def _interpreter(options: JobOptions) -> str | None:
 
 
 def _speeds(options: JobOptions) -> str | None:
-    if options.balance.file is None or options.global_batch_size is not None:
+    if options.balance.speeds is None or options.global_batch_size is not None:
         return None
     return (
         f"--balance {options.balance} needs --global-batch-size, the number of samples to share out"

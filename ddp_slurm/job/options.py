@@ -34,7 +34,8 @@ class JobOptions(Schema):
         None,
         "LIST",
         "only these nodes, as a host list such as gpu[01-03],alpha; the first, or of those alike "
-        "the first by name, is the host of rank 0",
+        "the first by name, is the host of rank 0; 'auto': those that a measured file of speeds "
+        "predicts to be fastest",
     )
     gpus: int | None = key(
         fields.positive_number,
@@ -176,9 +177,9 @@ class JobOptions(Schema):
     balance: Balance = key(
         Balance.read,
         EQUAL,
-        "equal|measured|FILE",
-        "how the global batch is shared out: 'equal', 'measured' (at the start), or a YAML file of "
-        "speeds",
+        "equal|measured|FILE|TYPE=SPEED,...",
+        "how the global batch is shared out: 'equal', 'measured' (at the start), by a file of "
+        "speeds (ddp-slurm measure writes it), or by relative speeds such as rtx3090=2,titan=1",
     )
     comm: Comm = key(
         Comm.read,
@@ -202,6 +203,11 @@ class JobOptions(Schema):
         for name in ("setup", "mount", "sbatch"):
             changed[name] = getattr(self, name) + getattr(other, name)
         return self.replaced(**changed)
+
+    @property
+    def picks_nodes(self) -> bool:
+        """--nodes auto: the plan takes the nodes that are predicted to be fastest."""
+        return self.nodes is not None and self.nodes[:1] == (values.AUTO,)
 
     @property
     def interpreter(self) -> str:

@@ -10,6 +10,9 @@ from ddp_slurm.hostlist import expand_hostlist
 from ddp_slurm.schema import fields
 from ddp_slurm.schema.schema import Reader, tuple_of
 
+AUTO = "auto"
+"""The value of --nodes that stands for the fastest choice; names behind it are the candidates."""
+
 ENDS_IN_A_BACKSLASH = re.compile(r"(?<!\\)(\\\\)*\\$")
 
 

@@ -9,8 +9,11 @@ from ddp_slurm.cluster.machines import Cluster, GpuModel, Node
 from ddp_slurm.errors import did_you_mean
 from ddp_slurm.job.memory_option import Memory
 from ddp_slurm.job.options import JobOptions
+from ddp_slurm.job.values import AUTO
 from ddp_slurm.plan.plan import Component, Plan, PlanError
+from ddp_slurm.plan.prediction import boxes_of, network_of
 from ddp_slurm.plan.shares import planned_shares
+from ddp_slurm.predict import fastest
 
 MAX_NAMES = 5
 """Nodes that a message names."""
@@ -30,6 +33,9 @@ def make_plan(cluster: Cluster, options: JobOptions) -> Plan:
     nodes of one in Slurm's order of names; the first of all is the host of rank 0. Raises PlanError
     where the options ask for nodes, GPUs or speeds that do not exist.
     """
+    _check_relative_speeds(cluster, options)
+    if options.picks_nodes:
+        options = options.replaced(nodes=_fastest_nodes(cluster, options))
     components = _components(_used_nodes(cluster, options), options)
     by_name = {node.name: node for node in cluster.nodes}
     return Plan(
@@ -39,6 +45,46 @@ def make_plan(cluster: Cluster, options: JobOptions) -> Plan:
         shares=planned_shares(components, options),
         machines=tuple(by_name[name] for component in components for name in component.nodes),
     )
+
+
+def _check_relative_speeds(cluster: Cluster, options: JobOptions) -> None:
+    """Raises PlanError for a name that the cluster does not have, which may be a typing error."""
+    if not options.balance.is_relative or options.balance.speeds is None:
+        return
+    known = {node.name for node in cluster.nodes}
+    known |= {model.type for node in cluster.nodes for model in node.gpus if model.type}
+    for name in options.balance.speeds.entries:
+        if name not in known:
+            raise PlanError(
+                f"--balance {options.balance}: {name!r} is neither a GPU type nor a node of "
+                f"cluster {cluster.name!r}{did_you_mean(name, known)}"
+            )
+
+
+def _fastest_nodes(cluster: Cluster, options: JobOptions) -> tuple[str, ...]:
+    """The names for ``--nodes auto``, in the order of the file."""
+    batch = options.global_batch_size
+    if options.balance.file is None or batch is None:
+        raise PlanError(
+            f"--nodes {AUTO} needs --global-batch-size N and --balance FILE, a file of speeds with "
+            "the seconds of a step; ddp-slurm measure writes it"
+        )
+    if options.gpus is not None:
+        raise PlanError(
+            f"--nodes {AUTO} cannot be combined with --gpus, which takes the first GPUs in the "
+            "order of the nodes"
+        )
+    assert options.nodes is not None
+    candidates = options.nodes[1:] or tuple(n.name for n in cluster.nodes if n.gpu_count)
+    options = options.replaced(nodes=candidates)
+    components = _components(_used_nodes(cluster, options), options)
+    best = fastest(batch, boxes_of(components, options), network_of(options))
+    if best is None:
+        raise PlanError(
+            f"--nodes {AUTO}: the max_batch of all ranks add up to less than the global batch of "
+            f"{batch}"
+        )
+    return tuple(name for name in candidates if name in best.names)
 
 
 def _used_nodes(cluster: Cluster, options: JobOptions) -> Iterator[UsedNode]:

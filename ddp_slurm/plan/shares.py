@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from ddp_slurm.balance import apportion, equal_shares, split_batch
-from ddp_slurm.job.balance_option import Speed
+from ddp_slurm.curve import Curve
 from ddp_slurm.job.options import JobOptions
+from ddp_slurm.job.speeds import Speed
 from ddp_slurm.plan.plan import Component, PlanError, PlannedRank, ranks_of
 
 
@@ -24,27 +25,37 @@ def planned_shares(components: Sequence[Component], options: JobOptions) -> tupl
 
 
 def _by_speed(batch: int, components: Sequence[Component], options: JobOptions) -> list[int]:
-    costs: list[tuple[float, float]] = []
-    limits: list[int] = []
-    for rank in ranks_of(components):
-        speed = _speed(rank, options)
-        gpus = components[rank.component].gpus_per_node if options.ranks == "node" else 1
-        costs.append((speed.alpha, speed.beta / gpus))
-        limits.append(batch if speed.max_batch is None else speed.max_batch * gpus)
+    ranks = [curve_and_limit(rank, components, options) for rank in ranks_of(components)]
+    limits = [batch if limit is None else limit for _, limit in ranks]
     if sum(limits) < batch:
         raise PlanError(
             f"{options.balance}: the max_batch of all ranks add up to {sum(limits)}, less than the "
             f"global batch of {batch}"
         )
-    return split_batch(batch, costs, limits)
+    return split_batch(batch, [curve for curve, _ in ranks], limits)
+
+
+def curve_and_limit(
+    rank: PlannedRank, components: Sequence[Component], options: JobOptions
+) -> tuple[Curve, int | None]:
+    """Seconds of the rank's step against its samples, and the most samples that it can take.
+
+    Raises PlanError for a rank whose speed is not known.
+    """
+    gpus = components[rank.component].gpus_per_node if options.ranks == "node" else 1
+    speed = _speed(rank, options)
+    limit = None if speed.max_batch is None else speed.max_batch * gpus
+    return speed.curve.shared_by(gpus), limit
 
 
 def _speed(rank: PlannedRank, options: JobOptions) -> Speed:
-    speeds = options.balance.speeds or {}
+    assert options.balance.speeds is not None
+    speeds = options.balance.speeds.entries
     speed = speeds.get(rank.node) or speeds.get(rank.gpu_type or "")
     if speed is None:
+        place = "the list" if options.balance.is_relative else "the file"
         raise PlanError(
             f"{options.balance}: neither node {rank.node!r} nor its GPU type {rank.gpu_type!r} is "
-            "in the file; give one"
+            f"in {place}; give one"
         )
     return speed

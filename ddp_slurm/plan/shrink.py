@@ -6,6 +6,7 @@ from typing import NamedTuple
 from ddp_slurm.cluster import Cluster
 from ddp_slurm.console import say
 from ddp_slurm.job.options import JobOptions
+from ddp_slurm.job.values import AUTO
 from ddp_slurm.plan.plan import PlanError
 from ddp_slurm.slurm_client.commands import ask_slurm
 from ddp_slurm.slurm_client.records import NodeRecord, read_nodes, unavailable_words
@@ -40,7 +41,10 @@ def usable_part(cluster: Cluster, options: JobOptions, records: Sequence[NodeRec
     """The part of the job that runs on nodes whose records allow it. Raises PlanError."""
     by_name = {record.name: record for record in records}
     gpus = {node.name: node.gpu_count for node in cluster.nodes if node.gpu_count}
-    chosen = options.nodes or tuple(gpus)
+    named = options.nodes or ()
+    if options.picks_nodes:
+        named = named[1:]
+    chosen = named or tuple(gpus)
     # Names that the cluster does not have stay: the planner refuses them.
     errors = {name: _why_unusable(by_name.get(name)) for name in chosen if name in gpus}
     left = tuple(name for name in chosen if errors.get(name) is None)
@@ -50,7 +54,7 @@ def usable_part(cluster: Cluster, options: JobOptions, records: Sequence[NodeRec
     available = sum(gpus.get(name, 0) for name in left)
     if not available:
         raise PlanError("\n".join([*left_out, "--shrink: no node with a GPU is left"]))
-    changed = options.replaced(nodes=left)
+    changed = options.replaced(nodes=(AUTO, *left) if options.picks_nodes else left)
     if options.gpus is not None and options.gpus > available:
         left_out.append(f"--gpus: {options.gpus} asked for, {available} are left")
         changed = changed.replaced(gpus=available)

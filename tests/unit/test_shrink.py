@@ -56,6 +56,14 @@ def test_shrink_keeps_the_order_and_lowers_the_gpus(uneven: Path) -> None:
     ]
 
 
+def test_shrink_leaves_the_choice_of_nodes_to_the_plan(uneven: Path) -> None:
+    nodes = read_nodes(records(gamma="IDLE", beta="DOWN", alpha="IDLE"))
+    for named in ("auto", "auto,gamma,beta,alpha"):
+        shrunk = usable_part(Cluster.load(uneven), JobOptions(nodes=named), nodes)
+        assert shrunk.options.nodes == ("auto", "gamma", "alpha")
+        assert [line.split(":")[1] for line in shrunk.left_out] == [" beta"]
+
+
 def test_shrink_looks_at_the_chosen_nodes_only(uneven: Path) -> None:
     options = JobOptions(nodes="alpha")
     assert usable_part(Cluster.load(uneven), options, read_nodes(records(alpha="IDLE"))) == (

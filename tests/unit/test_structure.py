@@ -23,7 +23,9 @@ EVERY_RANK = (
     "comm",
     "job_env",
     "rank_env",
+    "curve",
     "balance",
+    "predict",
 )
 """Modules that every rank may import: they need the standard library only."""
 SUBMITTING_SIDE = (
