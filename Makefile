@@ -1,6 +1,7 @@
 # make demo   fresh Debian or Ubuntu machine -> synthetic training on an uneven plan of seven ranks
 # make test   what the tests need, then all of them, live Slurm 22.05 and 24.11 included (as root)
 # make test-releases   configuration, jobs and training on live Slurm 20.11, 22.05, 24.11 and 26.05
+# make test-guide   the set-up guide, typed block by block on three bare machines with systemd (as root)
 # make docs   the documentation site, into build/docs
 # make fresh  make demo and make test in a new Debian root (as root, with debootstrap): before a release
 
@@ -13,7 +14,7 @@ TEST_PACKAGES := slurm-wlm slurmdbd mariadb-server-core mariadb-client-core mung
 # Most live tests wait for Slurm: three processes need less than half of the time of one.
 PYTEST_OPTIONS ?= -n 3 --no-loadscope-reorder
 
-.PHONY: demo test test-releases fresh lint docs clean
+.PHONY: demo test test-releases test-guide fresh lint docs clean
 
 demo: $(VENV)/installed-train
 	cd synthetic_data_example && CUDA_VISIBLE_DEVICES= ../$(IN_VENV) -m ddp_slurm.cli plan --job job.yaml
@@ -27,6 +28,9 @@ test: $(VENV)/installed-test $(VENV)/installed-packages lint
 test-releases: $(VENV)/installed-test $(VENV)/installed-packages
 	DDP_SLURM_TEST_RELEASES=all $(IN_VENV) -m pytest tests/slurm/test_releases.py \
 	  tests/slurm/test_users_files.py
+
+test-guide: $(VENV)/installed-test $(VENV)/installed-packages
+	DDP_SLURM_TEST_GUIDE=1 $(IN_VENV) -m pytest -s tests/slurm/test_guide_walk.py
 
 fresh:
 	tests/fresh_root.sh demo test

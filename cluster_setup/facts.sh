@@ -188,6 +188,20 @@ try:
     if torch.version.cuda:
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         found["architectures"] = torch._C._cuda_getArchFlags() or ""
+    if torch.version.cuda or torch.version.hip:
+        found["cards"], failures = 0, []
+        try:
+            torch.cuda.init()
+        except Exception as error:
+            failures.append(str(error).splitlines()[0])
+        for card in range(0 if failures else torch.cuda.device_count()):
+            try:
+                ones = torch.ones(64, 64, device=card)
+                assert float((ones @ ones).sum()) == 64**3, "wrong result"
+                found["cards"] += 1
+            except Exception as error:
+                failures.append(f"cuda:{card}: " + str(error).splitlines()[0])
+        found["card_errors"] = "; ".join(failures)
 except Exception as error:
     found["torch_error"] = f"{type(error).__name__}: {error}"
 try:

@@ -9,9 +9,10 @@ check() {
     fi
     job=$(mktemp)
     status=0
-    eval "timeout 180 $SRUN" >"$job" || status=$?
+    eval "timeout 300 $SRUN" >"$job" || status=$?
     found=$(sed -n 's/^rank //p' "$job" | sort -u | wc -l)
     sed -n 's/^rank //p' "$job" | sort -n | while read -r line; do say "rank $line"; done
+    grep '^all-reduce' "$job" | while read -r line; do say "$line"; done
     rm -f "$job"
     if [ "$status" != 0 ] || [ "$found" != "$TASKS" ]; then
         say "the first job ended with status $status and $found of $TASKS ranks"

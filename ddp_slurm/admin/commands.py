@@ -1,10 +1,11 @@
 """``ddp-slurm doctor`` and ``ddp-slurm cluster``: from bare machines to a running Slurm."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from ddp_slurm.console import Commands, Parser, add_command, say
 
-ABOUT = "Machines to a running Slurm: probe, configs, install."
+ABOUT = "Machines to a running Slurm: probe, advise, install, configs."
 
 
 def add_commands(commands: Commands) -> None:
@@ -12,6 +13,7 @@ def add_commands(commands: Commands) -> None:
     cluster = commands.add_parser("cluster", help=ABOUT, description=ABOUT).add_commands()
     add_configs_options(add_command(cluster, "configs", configs))
     add_probe_options(add_command(cluster, "probe", probe))
+    _add_cluster_option(add_command(cluster, "advise", advise))
     add_install_options(add_command(cluster, "install", install))
 
 
@@ -102,7 +104,31 @@ def add_probe_options(command: Parser) -> None:
     command.add_argument("--yes", action="store_true", help="overwrite the file without asking")
 
 
-def install(cluster: Path, node: list[str] | None, step: list[str] | None, dry_run: bool) -> None:
+def advise(cluster: Path) -> None:
+    """Driver branch, the line for pip, Python and Slurm that go together on all nodes.
+
+    Exit status: 0, or 2 where some of these machines cannot go together.
+    """
+    from ddp_slurm.admin.advise import advise as lines_of
+    from ddp_slurm.admin.probe import load_known
+    from ddp_slurm.console import table
+
+    lines = lines_of(load_known(cluster))
+    rows = []
+    for line in lines:
+        mark = "problem" if line.is_problem else "ok"
+        rows.append((mark, line.subject, line.choice, line.reason))
+    print(table(rows))
+    raise SystemExit(2 if any(line.is_problem for line in lines) else 0)
+
+
+def install(
+    cluster: Path,
+    node: list[str] | None,
+    step: list[str] | None,
+    dry_run: bool,
+    python: str | None,
+) -> None:
     """Install Slurm on the nodes over ssh, up to the first heterogeneous job; safe to repeat.
 
     Steps: hosts, users, clock, packages, munge, slurmctld, slurmd, nodes, first_job.
@@ -117,7 +143,12 @@ def install(cluster: Path, node: list[str] | None, step: list[str] | None, dry_r
             print(f"{'':<10} {reason}", flush=True)
 
     outcomes = run_steps(
-        Cluster.load(cluster), nodes=node or [], steps=step or [], dry_run=dry_run, report=report
+        Cluster.load(cluster),
+        nodes=node or [],
+        steps=step or [],
+        dry_run=dry_run,
+        python=python,
+        report=report,
     )
     changes = [o for o in outcomes if o.result in ("changed", "would-change")]
     if not changes:
@@ -139,6 +170,12 @@ def add_install_options(command: Parser) -> None:
     command.add_argument(
         "--dry-run", action="store_true", help="show what would change, change nothing"
     )
+    command.add_argument(
+        "--python",
+        metavar="PATH",
+        help="the interpreter that trains: the first job then computes on every GPU and measures "
+        "an all-reduce over all ranks",
+    )
 
 
 def doctor(cluster: Path | None, python: str, via: str, as_json: bool) -> None:
@@ -149,9 +186,12 @@ def doctor(cluster: Path | None, python: str, via: str, as_json: bool) -> None:
     import json
 
     from ddp_slurm.admin import doctor as checks
-    from ddp_slurm.admin.doctor.ask import cluster_to_ask, runner_of
+    from ddp_slurm.admin.doctor.ask import cluster_to_ask, prove, runner_of
 
-    snapshot = checks.look(cluster_to_ask(cluster), python=python, runner=runner_of(via))
+    to_ask = cluster_to_ask(cluster)
+    snapshot = checks.look(to_ask, python=python, runner=runner_of(via))
+    if via == "srun":
+        snapshot = replace(snapshot, proof=prove(to_ask, python))
     findings = checks.diagnose(snapshot)
     if as_json:
         print(json.dumps(checks.as_json(findings), indent=2))

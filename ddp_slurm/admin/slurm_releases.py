@@ -23,6 +23,7 @@ RELEASES = (
 """Oldest first. Before 20.02 no node can fetch its configuration, and het jobs are packjobs."""
 
 DEFAULT_RELEASE = "22.05"
+FIRST_WITH_CGROUP_V2 = "22.05"
 
 INTRODUCED = {
     "20.11": """

@@ -78,25 +78,30 @@ exec setpriv --bounding-set -sys_time --inh-caps -sys_time \
 """
 
 
-def bare_root() -> tuple[Path, Path]:
+def bare_root(
+    name: str = f"bare-{SUITE}",
+    include: tuple[str, ...] = ("openssh-server", "iproute2"),
+    wanted: tuple[str, ...] = PACKAGES,
+) -> tuple[Path, Path]:
     """The cached root and the folder of packages, made on first use.
 
-    Skips the test, with the reason, where they cannot be fetched.
+    ``include`` is in the root, ``wanted`` in the folder. Skips the test, with the reason, where
+    they cannot be fetched.
     """
-    root, packages = CACHE / f"bare-{SUITE}", CACHE / f"bare-{SUITE}-packages"
+    root, packages = CACHE / name, CACHE / f"{name}-packages"
     if root.is_dir() and packages.is_dir():
         return root, packages
     for tool in ("debootstrap", "dpkg-deb"):
         if shutil.which(tool) is None:
             pytest.skip(f"bare Debian machines: {tool} is not installed")
     CACHE.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=CACHE, prefix=f".bare-{SUITE}.") as folder:
+    with tempfile.TemporaryDirectory(dir=CACHE, prefix=f".{name}.") as folder:
         draft = Path(folder) / "root"
-        made = _quiet(
+        made = quiet(
             [
                 "debootstrap",
                 "--variant=minbase",
-                "--include=openssh-server,iproute2",
+                f"--include={','.join(include)}",
                 SUITE,
                 str(draft),
             ]
@@ -106,20 +111,20 @@ def bare_root() -> tuple[Path, Path]:
                 f"bare Debian machines: debootstrap cannot fetch {SUITE}: {_last_line(made.stdout)}"
             )
         fetched = Path(folder) / "packages"
-        _fetch_packages(draft, fetched)
+        _fetch_packages(draft, fetched, wanted)
         os.rename(fetched, packages)
         os.rename(draft, root)
     return root, packages
 
 
-def _fetch_packages(root: Path, folder: Path) -> None:
+def _fetch_packages(root: Path, folder: Path, wanted: tuple[str, ...]) -> None:
     """Download what the installer needs and make it the root's only apt source.
 
     Otherwise the root stays unchanged.
     """
-    install = ["apt-get", "-y", "--no-install-recommends", "--download-only", "install", *PACKAGES]
+    install = ["apt-get", "-y", "--no-install-recommends", "--download-only", "install", *wanted]
     for command in (["apt-get", "-q", "update"], install):
-        done = _quiet(["chroot", str(root), *command])
+        done = quiet(["chroot", str(root), *command])
         if done.returncode != 0:
             pytest.skip(
                 f"bare Debian machines: apt cannot fetch packages: {_last_line(done.stdout)}"
@@ -127,10 +132,15 @@ def _fetch_packages(root: Path, folder: Path) -> None:
     folder.mkdir()
     for package in (root / "var/cache/apt/archives").glob("*.deb"):
         shutil.move(package, folder / package.name)
-    (folder / "Packages").write_text("\n".join(map(_index_entry, sorted(folder.glob("*.deb")))))
+    write_index(folder)
     (root / "etc/apt/sources.list").write_text("deb [trusted=yes] file:/srv/packages ./\n")
     shutil.rmtree(root / "var/lib/apt/lists")
     (root / "var/lib/apt/lists/partial").mkdir(parents=True)
+
+
+def write_index(folder: Path) -> None:
+    """Make a folder of packages a source of apt."""
+    (folder / "Packages").write_text("\n".join(map(_index_entry, sorted(folder.glob("*.deb")))))
 
 
 def _index_entry(package: Path) -> str:
@@ -151,7 +161,7 @@ def _last_line(text: str) -> str:
     return lines[-1] if lines else "no message"
 
 
-def _quiet(command: list[str]) -> "subprocess.CompletedProcess[str]":
+def quiet(command: list[str]) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
@@ -212,7 +222,7 @@ class Machines:
         tool.write_text(NVIDIA_SMI)
         tool.chmod(0o755)
         for hierarchy in HIERARCHIES:
-            _make_cgroup(CGROUPS / hierarchy / self._cgroup(name))
+            make_cgroup(CGROUPS / hierarchy / self._cgroup(name))
         procs = f"{CGROUPS}/$h/{self._cgroup(name)}/cgroup.procs"
         enter = f"for h in {' '.join(HIERARCHIES)}; do echo $$ >{procs}; done; "
         # it is killed together with the tests
@@ -296,19 +306,19 @@ class Machines:
         _ip("link", "del", self.bridge, check=False)
         for name in self.gpus:
             for hierarchy in HIERARCHIES:
-                _remove_cgroup(CGROUPS / hierarchy / self._cgroup(name))
+                remove_cgroup(CGROUPS / hierarchy / self._cgroup(name))
             if (self.folder / name).exists():
                 shutil.rmtree(self.folder / name)  # a system's files: too much for pytest to keep
 
 
-def _make_cgroup(path: Path) -> None:
+def make_cgroup(path: Path) -> None:
     path.mkdir()
     for setting in ("cpuset.cpus", "cpuset.mems"):  # a new cpuset is empty and takes no process
         if (path / setting).exists():
             (path / setting).write_text((path.parent / setting).read_text())
 
 
-def _remove_cgroup(path: Path) -> None:
+def remove_cgroup(path: Path) -> None:
     """Also those that slurmd made in it. Does nothing where it was not made."""
     for folder, _, _ in os.walk(path, topdown=False):
         os.rmdir(folder)

@@ -8,9 +8,11 @@ packet filter, another configuration.
 import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -18,8 +20,9 @@ from pathlib import Path
 
 import pytest
 
-from ddp_slurm.admin.doctor import Finding, Severity, diagnose, look
-from ddp_slurm.admin.doctor.ask import run_by_srun
+from ddp_slurm.admin.doctor import Finding, Severity, Snapshot, diagnose, look
+from ddp_slurm.admin.doctor.ask import prove, run_by_srun
+from ddp_slurm.admin.doctor.checks_training import all_reduce
 from ddp_slurm.ask import Answer
 from ddp_slurm.cluster import Cluster, GpuModel, Node
 from ddp_slurm.lab import Lab
@@ -39,6 +42,7 @@ for i in $(seq 0 $last); do echo "$i, 00000000:0$i:00.0, 32768, 535.183.01, NVID
 PYTHON = "facts " + json.dumps(
     {"python": "3.11.4", "torch": "2.6.0", "cuda": "12.4", "cudnn": "90100", "nccl": "2.21.5"}
 )
+RANKS = ("0 on gamma", "1 on beta", "2 on beta")
 GPU_CHECK = Path(__file__).parents[2] / "cluster_setup" / "gpu_check.sh"
 IN_OWN_MOUNTS = ["unshare", "--mount", "--", "sh", "-euc"]
 
@@ -324,3 +328,19 @@ def test_run_by_srun_runs_on_the_node(patient: Patient, monkeypatch: pytest.Monk
         RemoteError, match=r"beta: srun: error: Unable to allocate .* \(requested: gpu:9\)"
     ):
         run_by_srun(more, ["true"])
+
+
+def test_every_card_computes_in_one_step(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cards of a lab are stand-ins: each rank reports that it has none, and the network works."""
+    monkeypatch.setenv("SLURM_CONF", str(patient.lab.slurm_conf))
+    cluster = replace(patient.cluster, nodes=patient.cluster.nodes[:2])
+    done = prove(cluster, sys.executable)
+    assert done.status != 0
+    lines = done.out.splitlines()
+    assert lines[:3] == [f"rank {n}: no GPU: torch sees none" for n in RANKS]
+    assert re.fullmatch(r"all-reduce over 3 ranks with gloo: [0-9.]+ GB/s on each link", lines[3])
+    (finding,) = all_reduce(Snapshot(cluster, {}, proof=done))
+    assert finding.severity is Severity.ERROR
+    assert "rank 0 on gamma: no GPU" in finding.cause
+    without = all_reduce(Snapshot(cluster, {}, proof=prove(cluster, "/no/python")))
+    assert "/no/python" in next(without).cause

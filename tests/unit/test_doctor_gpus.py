@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ddp_slurm.admin.doctor import Severity, diagnose
+from ddp_slurm.ask import Answer
 from ddp_slurm.cluster import GpuModel
 from tests.doctor_facts import (
     CARDS,
@@ -46,6 +47,35 @@ CASES = [
         gamma={"nvidia-smi": healthy("alpha")["nvidia-smi"]},
     ),
     case("GPU count", E, "beta", "no nvidia-smi", beta={"nvidia-smi": None}),
+    case(
+        "cards compute",
+        E,
+        "beta",
+        "torch finds 1 of 2 GPUs",
+        beta={"training": training(cards="1", card_errors="")},
+    ),
+    case(
+        "cards compute",
+        E,
+        "beta",
+        "cuda:1: CUDA error: an illegal memory access",
+        beta={
+            "training": training(
+                cards="1", card_errors="cuda:1: CUDA error: an illegal memory access"
+            )
+        },
+    ),
+    case(
+        "cards compute",
+        E,
+        "beta",
+        "driver on your system is too old",
+        beta={
+            "training": training(
+                cards="0", card_errors="The NVIDIA driver on your system is too old (found 11040)"
+            )
+        },
+    ),
     case(
         "munge key",
         E,
@@ -220,3 +250,32 @@ def test_gpu_count_counts_mig_instances() -> None:
     seen = replace(seen, cluster=replace(seen.cluster, nodes=tuple(nodes)))
     assert errors_and_warnings(seen) == []
     assert diagnose(seen)
+
+
+def test_a_card_in_use_is_no_error() -> None:
+    busy = training(cards="1", card_errors="cuda:1: CUDA error: out of memory")
+    findings = [f for f in diagnose(snapshot(beta={"training": busy})) if f.nodes == ("beta",)]
+    assert [(f.check, f.severity) for f in findings] == [("cards compute", Severity.SKIPPED)]
+
+
+def test_all_reduce_reports_its_bandwidth_or_the_rank() -> None:
+    (well,) = [f for f in diagnose(snapshot()) if f.check == "all-reduce"]
+    assert well.cause == "over 5 ranks with nccl: 1.10 GB/s on each link"
+    out = (
+        "rank 0 on gamma: cuda:0, NVIDIA TITAN V computes\nrank 1 on beta: cuda:0 fails: no kernel"
+    )
+    failed = replace(snapshot(), proof=Answer(1, out, "srun: error: beta: task 0: Exited"))
+    (finding,) = [f for f in diagnose(failed) if f.check == "all-reduce"]
+    assert (finding.severity, finding.cause) == (E, "rank 1 on beta: cuda:0 fails: no kernel")
+
+
+def test_the_cure_of_a_wheel_serves_every_card() -> None:
+    """A wheel for beta's cards that loses alpha's would be no cure."""
+    wrong = snapshot(
+        beta={"nvidia-smi.capability": "0, 5.2\n1, 5.2"},
+        everywhere={"training": training(architectures="sm_75 sm_80 sm_90")},
+    )
+    fixes = {f.fix for f in diagnose(wrong) if f.check == "cards served"}
+    index = "https://download.pytorch.org/whl/cu126"
+    command = f"python3 -m pip install --force-reinstall torch torchvision --index-url {index}"
+    assert fixes == {f"on all nodes: {command}"}

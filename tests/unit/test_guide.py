@@ -7,7 +7,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,7 @@ from ddp_slurm.admin.install import STEPS
 from ddp_slurm.admin.slurm_releases import RELEASES
 from ddp_slurm.cli import make_parser
 from ddp_slurm.cluster import Cluster
-
-GUIDE = Path(__file__).parents[2] / "cluster_setup/README.md"
-TEXT = GUIDE.read_text()
+from tests.guide import GUIDE, SHELL, TEXT, Block, blocks
 
 KNOWN_COMMANDS = {
     "apt-config",
@@ -33,13 +30,18 @@ KNOWN_COMMANDS = {
     "echo",
     "exit",
     "exportfs",
+    "git",
+    "groupadd",
     "head",
     "hostnamectl",
     "install",
+    "ip",
     "mk-build-deps",
     "mount",
     "munge",
+    "nvidia-smi",
     "printf",
+    "python",
     "python3",
     "reboot",
     "rsync",
@@ -47,10 +49,13 @@ KNOWN_COMMANDS = {
     "source",
     "ssh",
     "ssh-copy-id",
+    "ssh-keygen",
     "systemctl",
     "sh",
     "tar",
     "tee",
+    "test",
+    "touch",
     "ubuntu-drivers",
     "ufw",
     "umask",
@@ -59,33 +64,6 @@ KNOWN_COMMANDS = {
     "pip",
 }
 """Commands of the guide, each checked once in its manual page. A new one must be added here."""
-
-
-@dataclass(frozen=True)
-class Block:
-    line: int
-    info: str
-    text: str
-
-
-def blocks() -> list[Block]:
-    """The fenced blocks, also indented ones, without their indent."""
-    found: list[Block] = []
-    lines = TEXT.splitlines()
-    start: int | None = None
-    for number, line in enumerate(lines):
-        fence = re.fullmatch(r"( *)```(.*)", line)
-        if fence and start is None:
-            start, indent, info = number, fence[1], fence[2]
-        elif fence and start is not None:
-            text = "\n".join(body.removeprefix(indent) for body in lines[start + 1 : number])
-            found.append(Block(start + 1, info, text + "\n"))
-            start = None
-    assert start is None, "a block is not closed"
-    return found
-
-
-SHELL = [block for block in blocks() if block.info in ("bash", "bash run")]
 
 
 def commands(text: str) -> list[list[str]]:
@@ -98,13 +76,23 @@ def commands(text: str) -> list[list[str]]:
         tokens = list(lexer)
         current: list[str] = []
         for token in [*tokens, ";"]:
-            if token in ("|", "||", "&&", ";", "do", "done") or token.startswith("for "):
+            if token in (
+                "|",
+                "||",
+                "&&",
+                ";",
+                "do",
+                "done",
+                "if",
+                "then",
+                "fi",
+            ) or token.startswith("for "):
                 if current:
                     words.append(current)
                 current = []
             else:
                 current.append(token)
-    return [command for command in words if command[0] not in ("for",)]
+    return [command for command in words if command[0] not in ("for", "[")]
 
 
 def test_guide_blocks_are_of_known_kinds() -> None:
@@ -208,7 +196,7 @@ def test_guide_explains_every_step_in_order() -> None:
 
 
 def test_guide_usable_releases_are_supported() -> None:
-    rows = re.findall(r"^\| (?:Ubuntu|Debian)[^|]*\| ([0-9.]+) \| (\w+)", TEXT, flags=re.M)
+    rows = re.findall(r"^\| (?:Ubuntu|Debian)[^|]*\| (\d\d\.\d\d) \| (\w+)", TEXT, flags=re.M)
     assert len(rows) == 7
     for release, use in rows:
         assert release in RELEASES or use == "no"

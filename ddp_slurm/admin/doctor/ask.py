@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from ddp_slurm.admin.install import first_job
 from ddp_slurm.ask import TIMED_OUT, Answer, ask
 from ddp_slurm.cluster import Cluster, GpuModel, Node
 from ddp_slurm.errors import DdpSlurmError
@@ -14,6 +15,7 @@ from ddp_slurm.ssh.run import Runner, run
 
 SRUN_PATIENCE_SECONDS = 60
 """How long srun waits for a node that is busy."""
+PROOF_SECONDS = 300.0
 MEMORY_MB = 2048
 """Importing torch takes some 500 MiB, and Slurm ends a job that takes more than it asked for."""
 
@@ -51,6 +53,16 @@ def runner_of(via: str) -> Runner:
     if via not in runners:
         raise DoctorError(f"--via {via!r} does not exist; valid are ssh and srun")
     return runners[via]
+
+
+def prove(cluster: Cluster, python: str) -> Answer:
+    """Compute on every card and reduce over all ranks, in one step over all nodes."""
+    line, _ = first_job(cluster, python)
+    answer = ask(["sh", "-c", line], timeout_seconds=PROOF_SECONDS, environ=client_environ())
+    if answer.status == TIMED_OUT:
+        message = f"the step over all nodes did not end within {PROOF_SECONDS:g} s"
+        return Answer(1, answer.out, message)
+    return answer
 
 
 def run_by_srun(

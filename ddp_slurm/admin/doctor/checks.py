@@ -41,6 +41,8 @@ CHECKS: Mapping[str, Callable[[Snapshot], Findings]] = {
     "driver branch": checks_training.driver_branch,
     "cards served": checks_training.served_cards,
     "glibc": checks_training.libc,
+    "cards compute": checks_training.cards_compute,
+    "all-reduce": checks_training.all_reduce,
 }
 """In the order in which to fix errors: one check's error often causes those of later checks."""
 

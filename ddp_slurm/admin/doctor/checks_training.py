@@ -3,21 +3,16 @@
 import re
 from collections.abc import Mapping
 
-from ddp_slurm.admin.doctor.finding import Findings, error, listed, skipped, warning
+from ddp_slurm.admin.advise import (
+    OLDEST_DRIVER_OF_CUDA,
+    OLDEST_GLIBC_OF_TORCH_2_7,
+    OLDEST_PYTHON,
+    torch_command,
+)
+from ddp_slurm.admin.doctor.finding import Findings, error, listed, skipped, warning, well
 from ddp_slurm.admin.doctor.snapshot import Snapshot
 from ddp_slurm.admin.facts import Facts
 
-OLDEST_PYTHON = (3, 10)
-OLDEST_GLIBC_OF_TORCH_2_7 = (2, 28)
-OLDEST_DRIVER_OF_CUDA = {"11": 450, "12": 525, "13": 580}
-"""Driver branch by CUDA's major release.
-
-Source: NVIDIA, CUDA Compatibility, section "Minor Version Compatibility".
-"""
-OLDER_CUDA = (
-    "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126 "
-    "(driver 525 and later), on all nodes"
-)
 SAME_ENVIRONMENT = "the same environment on all nodes (see the guide)"
 _COMPARED = {
     "python": "Python",
@@ -90,9 +85,29 @@ def cuda(snapshot: Snapshot) -> Findings:
             cause = f"CUDA {version} needs driver {oldest} or later, {drivers[0]} is installed"
             too_new.setdefault(cause, []).append(name)
     for cause, names in too_new.items():
-        yield error(names, f"torch's {cause}", f"a newer driver, or an older CUDA: {OLDER_CUDA}")
+        fix = f"a newer driver, or on all nodes: {_wheel(snapshot)}"
+        yield error(names, f"torch's {cause}", fix)
     if for_cpus:
-        yield error(for_cpus, f"{snapshot.python} has a torch for CPUs only", OLDER_CUDA)
+        fix = f"on all nodes: {_wheel(snapshot)}"
+        yield error(for_cpus, f"{snapshot.python} has a torch for CPUs only", fix)
+
+
+def _wheel(snapshot: Snapshot) -> str:
+    """The line for pip that serves every card under the oldest driver, or why there is none."""
+    nvidia = [
+        gpu for facts in snapshot.facts.values() for gpu in facts.gpus if gpu.vendor == "nvidia"
+    ]
+    branches = [int(_major(gpu.driver)) for gpu in nvidia if _major(gpu.driver or "").isdigit()]
+    cards = []
+    for gpu in nvidia:
+        if gpu.compute_capability:
+            major, minor = gpu.compute_capability.split(".")
+            cards.append((int(major), int(minor)))
+    if not cards:
+        return "ddp-slurm cluster advise prints the line for pip"
+    command, problem = torch_command(cards, min(branches, default=None))
+    in_python = f"{snapshot.python} -m pip install --force-reinstall"
+    return problem or command.replace("pip install", in_python)
 
 
 def _supports(driver: str, cuda_version: str) -> bool:
@@ -149,7 +164,7 @@ def served_cards(snapshot: Snapshot) -> Findings:
             if not is_served(capability, built):
                 torch = facts.training.get("torch")
                 cause = f"torch {torch} has no code for {card} (compute capability {capability})"
-                yield error(name, cause, _wheel_for(capability))
+                yield error(name, cause, f"on all nodes: {_wheel(snapshot)}")
 
 
 def is_served(capability: str, built: list[str]) -> bool:
@@ -174,13 +189,50 @@ def is_served(capability: str, built: list[str]) -> bool:
     return False
 
 
-def _wheel_for(capability: str) -> str:
-    major = int(capability.split(".")[0])
-    if major < 5:
-        return "no current torch supports it: remove the card from cluster.yaml"
-    if major <= 7:
-        return "the cu126 wheels still support it; the same wheels on all nodes"
-    return "use wheels of a later CUDA (cu128 and up), the same on all nodes"
+def cards_compute(snapshot: Snapshot) -> Findings:
+    """torch finds every card of a node, and each computes.
+
+    A card that a job fills or holds alone is no error: it works.
+    """
+    for name, facts in _with_gpus(snapshot).items():
+        if facts.training.get("cuda", "none") == "none" or "cards" not in facts.training:
+            continue
+        planned = snapshot.node(name).gpu_count
+        failures = facts.training.get("card_errors", "")
+        found = int(facts.training["cards"])
+        if re.search(r"out of memory|busy or unavailable", failures):
+            yield skipped(f"in use: {failures}", name)
+        elif re.search(r"driver.*too old", failures):
+            yield error(name, f"torch: {failures}", f"a newer driver, or {_wheel(snapshot)}")
+        elif failures:
+            yield error(name, f"torch: {failures}", _FIX_OF_CARD)
+        elif found < planned:
+            cause = f"torch finds {found} of {planned} GPUs"
+            yield error(name, cause, f"CUDA_VISIBLE_DEVICES in its shell; {_FIX_OF_CARD}")
+
+
+_FIX_OF_CARD = (
+    "on it: nvidia-smi; nvidia-modprobe -u -c=0 makes missing device files; dmesg shows a broken "
+    "card"
+)
+
+
+def all_reduce(snapshot: Snapshot) -> Findings:
+    """One step over all nodes: every rank's card computes, and all ranks reduce together."""
+    proof = snapshot.proof
+    if proof is None:
+        yield skipped("not run; ddp-slurm doctor --via srun runs it")
+        return
+    lines = proof.out.splitlines()
+    measured = next((line for line in lines if line.startswith("all-reduce")), "")
+    if proof.status == 0 and measured:
+        yield well(tuple(snapshot.facts), measured.removeprefix("all-reduce "))
+        return
+    ranks = [line for line in lines if line.startswith("rank ") and not line.endswith("computes")]
+    messages = [line for line in proof.err.splitlines() if "error" in line.lower()]
+    causes = ranks or messages or proof.err.splitlines() or ["no rank started"]
+    text = "; ".join(dict.fromkeys([*causes[:4], *([measured] if measured else [])]))
+    yield error((), text, "the checks above; interface: in cluster.yaml; the MTU")
 
 
 def libc(snapshot: Snapshot) -> Findings:

@@ -38,6 +38,11 @@ def warning(nodes: str | Collection[str], cause: str, fix: str) -> Finding:
     return Finding(Severity.WARNING, _names(nodes), cause, fix)
 
 
+def well(nodes: str | Collection[str], result: str) -> Finding:
+    """Nothing is wrong, and the result of the check is worth a line."""
+    return Finding(Severity.OK, _names(nodes), result)
+
+
 def skipped(cause: str, nodes: str | Collection[str] = ()) -> Finding:
     """The check could not run, on these nodes or at all."""
     return Finding(Severity.SKIPPED, _names(nodes), cause)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ddp_slurm.admin.facts import Facts, gather, peers_text
+from ddp_slurm.ask import Answer
 from ddp_slurm.cluster import Cluster, Node
 from ddp_slurm.slurm_client.records import NodeRecord, read_nodes
 from ddp_slurm.ssh.command import RemoteError
@@ -28,6 +29,8 @@ class Snapshot:
     credential_from: str | None = None
     """The node whose munge credential the others decoded."""
     python: str = "python3"
+    proof: Answer | None = None
+    """Of the step in which every card computes; None where it was not run."""
 
     @cached_property
     def slurm_nodes(self) -> dict[str, NodeRecord]:

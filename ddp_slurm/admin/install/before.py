@@ -4,13 +4,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 
 from ddp_slurm.admin.install.steps import InstallError, last_lines, run_shell
-from ddp_slurm.admin.slurm_releases import DEFAULT_RELEASE, slurm_release
+from ddp_slurm.admin.slurm_releases import DEFAULT_RELEASE, FIRST_WITH_CGROUP_V2, slurm_release
 from ddp_slurm.ask import Answer
 from ddp_slurm.cluster import Cluster, Node
 from ddp_slurm.ssh.command import RemoteError
 from ddp_slurm.ssh.run import Runner, on_all
-
-FIRST_WITH_CGROUP_V2 = "22.05"
 
 
 @dataclass(frozen=True, slots=True)

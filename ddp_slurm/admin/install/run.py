@@ -26,13 +26,15 @@ def install(
     nodes: Sequence[str] = (),
     steps: Sequence[str] = (),
     dry_run: bool = False,
+    python: str | None = None,
     report: Callable[[Outcome], None] = lambda outcome: None,
     runner: Runner = run,
 ) -> list[Outcome]:
     """Run the steps, each on all nodes at once, and stop after the first that fails on any node.
 
     ``nodes`` and ``steps`` restrict it; steps of the controller are left out where it is not among
-    the nodes. Raises InstallError when a step fails, when one of ``nodes`` or the controller cannot
+    the nodes. ``python``, the interpreter that trains, makes the first job a proof on every GPU.
+    Raises InstallError when a step fails, when one of ``nodes`` or the controller cannot
     be reached, when the nodes would get different releases, or one that cannot use their addresses.
     """
     chosen = _chosen_nodes(cluster, nodes)
@@ -47,7 +49,7 @@ def install(
     settings |= settings_of_controller(before.nodes[cluster.controller_name])
     if any(step.needs_slurm for step in plan):
         release = common_release(before, dry_run=dry_run)
-        settings |= settings_of_release(cluster, release)
+        settings |= settings_of_release(cluster, release, python)
         _check_configless(plan, settings["SLURM_CONF"], release)
     for step in plan:
         step_nodes = chosen

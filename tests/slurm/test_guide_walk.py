@@ -1,0 +1,122 @@
+"""The guide, typed block by block by a new user on three bare machines, to a finished training.
+
+The blocks are those of the page. Only what a page cannot have is put in: the repository's address
+and the other machines' names where it says so. The output has the time of each block.
+"""
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.guide import SHELL, Block
+
+from .systemd_machines import USER, SystemdMachines, systemd_machines
+
+ADDRESSES = {"alpha": "192.168.8.151", "beta": "192.168.8.152", "gamma": "192.168.8.153"}
+# Unlike each other, and all served by the torch of this machine, which the stand-in wheel leads to.
+CARDS = {
+    "alpha": "0|81920|8.0|NVIDIA A100-SXM4-80GB\n1|81920|8.0|NVIDIA A100-SXM4-80GB\n",
+    "beta": "0|24564|8.9|NVIDIA GeForce RTX 4090\n",
+    "gamma": "0|11264|7.5|NVIDIA GeForce RTX 2080 Ti\n",
+}
+ROOT = Path(__file__).parents[2]
+OF_ALL = ("on each node", "on each node with an NVIDIA card")
+OF_CONTROLLER = ("on the controller",)
+RESTART = "sudo reboot"
+# The others are ways that these machines do not go.
+OTHER_WAYS = ("only with ", "by hand", "on each node whose firewall is on")
+pytestmark = [
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif(
+        not os.environ.get("DDP_SLURM_TEST_GUIDE"), reason="takes minutes: make test-guide"
+    ),
+]
+
+
+def test_every_block_says_where_it_runs() -> None:
+    unknown = [
+        block
+        for block in SHELL
+        if block.place not in (*OF_ALL, *OF_CONTROLLER) and not block.place.startswith(OTHER_WAYS)
+    ]
+    assert unknown == []
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Iterator[SystemdMachines]:
+    with systemd_machines(tmp_path, ADDRESSES, CARDS) as running:
+        _put_repository(running, tmp_path / "repository")
+        yield running
+
+
+def _put_repository(running: SystemdMachines, folder: Path) -> None:
+    """This tree as it is, as a repository on the controller."""
+    script = f"""
+        mkdir {folder}
+        git -C {ROOT} ls-files -z --cached --others --exclude-standard |
+            tar -C {ROOT} --null --files-from=- -c | tar -C {folder} -x
+        cd {folder}
+        git init --quiet
+        git add --all
+        git -c user.name=t -c user.email=t@localhost commit --quiet --message t
+    """
+    subprocess.run(["bash", "-euo", "pipefail", "-c", script], check=True)
+    tree = subprocess.run(["tar", "-C", str(folder), "-c", "."], capture_output=True, check=True)
+    unpack = f"mkdir /srv/repository; tar -C /srv/repository -x; chown -R {USER}: /srv/repository"
+    subprocess.run([*running.enter("alpha"), "sh", "-c", unpack], input=tree.stdout, check=True)
+
+
+def test_guide_leads_from_bare_machines_to_a_training(fresh: SystemdMachines) -> None:
+    outputs = {block.line: walk(fresh, block) for block in SHELL if not _is_other_way(block)}
+    printed = "\n".join(outputs.values())
+    assert "rank 3 on gamma" in printed
+    assert "all-reduce over 4 ranks with gloo" in printed
+    assert "finished: step 80" in printed
+    done = fresh.type("alpha", "scontrol -o show job")
+    last = done.stdout.strip().splitlines()[-1]
+    assert "JobState=COMPLETED" in last, done.stdout
+
+
+def _is_other_way(block: Block) -> bool:
+    return block.place.startswith(OTHER_WAYS)
+
+
+def walk(running: SystemdMachines, block: Block) -> str:
+    """What a block printed, on one machine or on each. Fails with it where the block fails."""
+    names = list(ADDRESSES) if block.place in OF_ALL else ["alpha"]
+    start = time.monotonic()
+    with ThreadPoolExecutor() as pool:
+        outputs = list(pool.map(lambda name: _type(running, name, block), names))
+    if RESTART in block.text:
+        for name in names:  # not in a thread: the machines would end with it
+            running.wait_off(name)
+            running.boot(name)
+    print(f"{time.monotonic() - start:6.1f} s  line {block.line}: {block.place}", flush=True)
+    return "\n".join(outputs)
+
+
+def _type(running: SystemdMachines, name: str, block: Block) -> str:
+    text = block.text.replace("REPOSITORY", "/srv/repository")
+    if "its own name instead of alpha" in text:
+        text = text.replace("set-hostname alpha", f"set-hostname {name}")
+    done = running.type(name, text)
+    problem = f"line {block.line} on {name}:\n{text}\n{done.stdout}"
+    if "ddp-slurm doctor" in text:
+        _assert_only_cards_fail(done.stdout, problem)
+    elif "--step first_job" in text:
+        assert done.stdout.count("no GPU: torch sees none") >= 4, problem
+    else:
+        assert done.returncode == 0 or RESTART in text, problem
+    return done.stdout
+
+
+def _assert_only_cards_fail(printed: str, problem: str) -> None:
+    """A stand-in computes nothing, and this is reported; everything else is well."""
+    assert "no NVIDIA driver" in printed, problem
+    findings = [line for line in printed.splitlines() if line.startswith(("error", "warning"))]
+    assert [line for line in findings if "cards compute" not in line] == [], problem
