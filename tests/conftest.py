@@ -7,9 +7,11 @@ from collections.abc import Mapping
 
 import pytest
 
-# Of a shell without job control a background process inherits that SIGINT is ignored, and so do its
-# children; the tests that press Ctrl-C would wait for ever.
+# A background process of a shell without job control inherits that SIGINT and SIGQUIT are ignored,
+# one of nohup that SIGHUP is; its children do, too. Tests that send them would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 LEFT_BY_A_LAUNCHER = re.compile(
     r"S(LURM|BATCH|RUN|QUEUE|CONTROL)_"
