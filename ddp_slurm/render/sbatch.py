@@ -50,6 +50,7 @@ def render_sbatch(plan: Plan, runs_folder: Path | None = None) -> str:
         folder_check=FOLDER_CHECK,
         exports={**plan.job_env().to_environ(), **options.env},
         max_restarts=options.max_restarts,
+        watches_first_component=bool(options.max_restarts and len(segments) > 1),
         signal_seconds=options.signal_seconds,
         requeue_marker=job_env.REQUEUE_MARKER,
         **launcher_values,

@@ -13,7 +13,7 @@ from ddp_slurm.runs.log import GrowingLog, RankFilter
 from ddp_slurm.runs.process import end_launcher
 from ddp_slurm.runs.run_folder import JobError
 from ddp_slurm.slurm_client.commands import ask_slurm
-from ddp_slurm.slurm_client.states import FINAL_STATES, ComponentState, JobState
+from ddp_slurm.slurm_client.states import FINAL_STATES, WAITS_FOR_NODE, ComponentState, JobState
 
 
 def add_commands(commands: Commands) -> None:
@@ -77,6 +77,8 @@ def status_text(job: Job, state: JobState) -> str:
         lines.append(f"kept in: {run.folder}")
         if run.repeat:
             lines.append(f"repeat it: {run.repeat_line}")
+        if state.state == WAITS_FOR_NODE and run.repeat:
+            lines.append(f"without the node: ddp-slurm cancel {job.id} && {run.shrink_line}")
     elif state.log:
         lines.append(f"log: {state.log}")
     return "\n".join(lines) + "\n"

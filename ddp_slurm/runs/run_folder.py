@@ -65,6 +65,11 @@ class Run(NamedTuple):
         return f"cd {shlex.quote(self.directory)} && {shlex.join(self.repeat)}"
 
     @property
+    def shrink_line(self) -> str:
+        """The command that submits the same to the nodes that Slurm can use; empty without one."""
+        return f"{self.repeat_line} --shrink" if self.repeat else ""
+
+    @property
     def plan(self) -> dict[str, Any]:
         """plan.json: ``world_size``, ``components``, ``ranks`` and more. Raises RunError."""
         plan = _read_json(self.folder / "plan.json")

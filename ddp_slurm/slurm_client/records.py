@@ -170,6 +170,8 @@ class NodeRecord(NamedTuple):
     reason: str
     reason_by: str
     """The user who set the reason; ``slurm`` is the daemon's own."""
+    reason_since: str
+    """When it was set, ``2026-11-28T00:19:26``; empty without a reason."""
     cpus: int | None
     usable_cpus: int | None
     """Without those that are reserved for the system (CpuSpecList, CoreSpecCount)."""
@@ -195,7 +197,7 @@ def read_nodes(text: str) -> list[NodeRecord]:
 
 
 def _node(record: Record) -> NodeRecord:
-    reason, reason_by = _split_reason(record.get("Reason", ""))
+    reason, reason_by, reason_since = _split_reason(record.get("Reason", ""))
     cpus = _number(record, "CPUTot")
     return NodeRecord(
         name=record["NodeName"],
@@ -205,6 +207,7 @@ def _node(record: Record) -> NodeRecord:
         host_name=record.get("NodeHostName"),
         reason=reason,
         reason_by=reason_by,
+        reason_since=reason_since,
         cpus=cpus,
         usable_cpus=_number(record, "CPUEfctv") or cpus,
         sockets=_number(record, "Sockets"),
@@ -218,10 +221,10 @@ def _node(record: Record) -> NodeRecord:
     )
 
 
-def _split_reason(text: str) -> tuple[str, str]:
-    """``fan`` and ``root`` of ``fan [root@2026-11-28T00:19:26]``."""
-    match = re.match(r"(.*?) ?\[(\S+)@[0-9T:-]+\]", text)
-    return (match[1], match[2]) if match else (text, "")
+def _split_reason(text: str) -> tuple[str, str, str]:
+    """``fan``, ``root`` and the time of ``fan [root@2026-11-28T00:19:26]``."""
+    match = re.match(r"(.*?) ?\[(\S+)@([0-9T:-]+)\]", text)
+    return (match[1], match[2], match[3]) if match else (text, "", "")
 
 
 class PartitionRecord(NamedTuple):

@@ -9,12 +9,13 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from ddp_slurm.ask import Answer, Ask
+from ddp_slurm.slurm_client.absent_nodes import look_at_nodes
 from ddp_slurm.slurm_client.commands import ask_slurm
 from ddp_slurm.slurm_client.records import Record, read_records
 from ddp_slurm.slurm_client.states import ENDED, UNKNOWN, ComponentState, JobState
 from ddp_slurm.slurm_client.whole_job import job_of
 
-SQUEUE_FORMAT = "%i|%T|%N|%r"
+SQUEUE_FORMAT = "%i|%T|%N|%n|%r"
 SACCT_FIELDS = "JobID,State,ExitCode,NodeList"
 KNOWN_SECONDS = 5
 """The limit of a question to Slurm about a job whose run folder has the answer, too."""
@@ -84,7 +85,7 @@ def conclude(shown: Shown, traces: Traces | None = None, ask: Ask = ask_slurm) -
     job_id, state = shown.job_id, shown.state
     is_this_job = traces is None or state is None or traces.may_log_to(state.log)
     if state is not None and is_this_job:
-        return state
+        return look_at_nodes([state], ask)[0]
     left = _left(job_id, traces) if traces else None
     if left and (not is_this_job or not shown.is_unknown):
         return left
@@ -135,7 +136,8 @@ def settle(state: JobState, traces: Traces | None = None) -> JobState:
 
 
 def active_states(job_ids: Iterable[str], ask: Ask = ask_slurm) -> dict[str, JobState]:
-    """The jobs of these that have not ended, by one call of squeue for all.
+    """The jobs of these that have not ended, by one call of squeue for all, and one of scontrol
+    for the nodes that they wait for.
 
     Of a heterogeneous job also the components that have ended: the others may wait for them.
     """
@@ -147,8 +149,9 @@ def active_states(job_ids: Iterable[str], ask: Ask = ask_slurm) -> dict[str, Job
     ]
     answer = ask(["squeue", *options])
     jobs = parse_squeue(answer.out) if answer.status == 0 else {}
-    states = {leader: job_of(leader, components, "squeue") for leader, components in jobs.items()}
-    return {leader: state for leader, state in states.items() if not state.is_final}
+    states = [job_of(leader, components, "squeue") for leader, components in jobs.items()]
+    active = [state for state in states if not state.is_final]
+    return {state.job_id: state for state in look_at_nodes(active, ask)}
 
 
 def parse_scontrol(text: str) -> JobState | None:
@@ -190,6 +193,7 @@ def _component(record: Record) -> ComponentState:
         exit_status=status,
         signal=signal,
         restarts=int(restarts) if restarts.isdecimal() else None,
+        requested_nodes=record.get("ReqNodeList", ""),
     )
 
 
@@ -204,14 +208,14 @@ def _reason(text: str) -> str:
 
 
 def parse_squeue(text: str) -> dict[str, list[ComponentState]]:
-    """Components by leader, from ``squeue --noheader --format='%i|%T|%N|%r'``."""
+    """Components by leader, from ``squeue --noheader --format='%i|%T|%N|%n|%r'``."""
     jobs: dict[str, list[ComponentState]] = {}
     for line in text.splitlines():
-        fields = line.split("|", 3)
-        if len(fields) != 4 or not _is_component(fields[0]):
+        fields = line.split("|", 4)
+        if len(fields) != 5 or not _is_component(fields[0]):
             continue  # an element of an array, or a warning of a site's wrapper
-        job_id, state, nodes, reason = fields
-        component = ComponentState(job_id, state, nodes, _reason(reason))
+        job_id, state, nodes, requested, reason = fields
+        component = ComponentState(job_id, state, nodes, _reason(reason), requested_nodes=requested)
         jobs.setdefault(leader_of(job_id), []).append(component)
     return jobs
 

@@ -32,12 +32,16 @@ CANNOT_START = "CANNOT_START"
 """The state of a job that waits in Slurm's queue for what will not happen."""
 HELD = "HELD"
 """The state of a job that waits until somebody releases it."""
+WAITS_FOR_NODE = "WAITS_FOR_NODE"
+"""The state of a job that names a node on which Slurm starts no job now."""
 SILENCE_SECONDS = 600
 """How long a program that waits for a job bears that Slurm does not respond: slurmctld may be
 restarted or moved meanwhile."""
 CANNOT_START_SECONDS = 240
 """How long such a program waits for a job that cannot start. Longer than the two minutes for which
 a requeued job waits, shorter than the five after which Slurm may forget that a component ended."""
+NODE_SECONDS = 1800
+"""How long such a program waits for a node that is away: longer than a large machine boots."""
 
 
 class StateError(DdpSlurmError):
@@ -61,6 +65,8 @@ class ComponentState(NamedTuple):
     signal: int = 0
     """The signal that ended the job script, 0 for none."""
     restarts: int | None = None
+    requested_nodes: str = ""
+    """A host list: the nodes that it names, without which it does not start."""
 
     @property
     def offset(self) -> int:
@@ -73,7 +79,7 @@ class JobState(NamedTuple):
 
     job_id: str
     state: str
-    """One of Slurm's states, UNKNOWN, ENDED, CANNOT_START or HELD."""
+    """One of Slurm's states, UNKNOWN, ENDED, CANNOT_START, HELD or WAITS_FOR_NODE."""
     source: str
     """Which of the sources knew it."""
     components: tuple[ComponentState, ...] = ()
@@ -88,7 +94,7 @@ class JobState(NamedTuple):
 
     @property
     def is_waiting(self) -> bool:
-        return self.state in WAITING_STATES or self.state in (CANNOT_START, HELD)
+        return self.state in WAITING_STATES | {CANNOT_START, HELD, WAITS_FOR_NODE}
 
     @property
     def exit_status(self) -> int | None:
@@ -160,11 +166,12 @@ class Patience:
 _PATIENCE_SECONDS: dict[str, float] = {
     UNKNOWN: SILENCE_SECONDS,
     CANNOT_START: CANNOT_START_SECONDS,
+    WAITS_FOR_NODE: NODE_SECONDS,
 }
 
 
 def _impatience(state: JobState, limit_seconds: float) -> str:
-    if state.state == CANNOT_START:
+    if state.state in (CANNOT_START, WAITS_FOR_NODE):
         return (
             f"job {state.job_id} cannot start and is not waited for any longer: "
             f"{state.reasons or 'no reason'}: {state.note}"

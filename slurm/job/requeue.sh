@@ -60,3 +60,20 @@ _ddp_wait_for_components() {
   done
   _ddp_requeue_and_exit "old steps of the job do not end" 75
 }
+
+# Whether the slurmd of a node has started after this script: a node that restarts quickly is never
+# DOWN for Slurm, and srun may not see that its tasks are gone.
+_ddp_a_node_restarted() {
+  local group nodes list=${SLURM_JOB_NODELIST:-} time
+  for ((group = 1; group < _ddp_component_count; group++)); do
+    nodes=SLURM_JOB_NODELIST_HET_GROUP_$group
+    list+=,${!nodes:-}
+  done
+  while read -r time; do
+    [[ ! ${time#*=} > $_ddp_started ]] || return 0
+  done < <(
+    unset SLURM_TIME_FORMAT
+    timeout 30 scontrol --oneliner show node "$list" | grep -o 'SlurmdStartTime=[0-9T:-]*'
+  )
+  return 1
+}

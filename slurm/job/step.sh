@@ -43,23 +43,6 @@ _ddp_srun_lost_a_node() {
   grep -qE "$reports|failed on node .*: Communication" < <(_ddp_srun_errors)
 }
 
-# Whether the slurmd of a node has started after this script: a node that restarts quickly is never
-# DOWN for Slurm, and srun may not see that its tasks are gone.
-_ddp_a_node_restarted() {
-  local group nodes list=${SLURM_JOB_NODELIST:-} time
-  for ((group = 1; group < _ddp_component_count; group++)); do
-    nodes=SLURM_JOB_NODELIST_HET_GROUP_$group
-    list+=,${!nodes:-}
-  done
-  while read -r time; do
-    [[ ! ${time#*=} > $_ddp_started ]] || return 0
-  done < <(
-    unset SLURM_TIME_FORMAT
-    timeout 30 scontrol --oneliner show node "$list" | grep -o 'SlurmdStartTime=[0-9T:-]*'
-  )
-  return 1
-}
-
 # PID: srun can hang after it lost a node: while tasks on other nodes run, or when all of them have
 # ended and it waits for those that are gone. After the first bad exit of a task it ends by itself
 # within KillWait, 30 s where a site has not changed it.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_slurm.lab import Lab, network
+from ddp_slurm.slurm_client.states import WAITS_FOR_NODE
 from tests.conftest import without_launcher
 from tests.waiting import wait_until
 
@@ -32,6 +33,8 @@ EPOCHS = 80
 STEPS_AN_EPOCH = 8
 FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "CANNOT_START", "HELD")
 """States of a job that will not change by themselves."""
+AWAY_SECONDS = 60
+"""A node for which a job waits so long stays away."""
 
 # Trains with a pause in each step. The rank $1 ends in the way $2, once, after the first step at
 # which the file "fault" exists.
@@ -142,9 +145,13 @@ class FaultRun:
 
     def wait_for_end(self, seconds: float = 400) -> str:
         """The final state; the last state seen, with ``after ... s``, where it does not end."""
-        give_up = time.monotonic() + seconds
-        state = self.state()
-        while state not in FINAL and time.monotonic() < give_up:
+        began = changed = time.monotonic()
+        last, state = "", self.state()
+        while state not in FINAL and time.monotonic() < began + seconds:
+            if state != last:
+                last, changed = state, time.monotonic()
+            if state == WAITS_FOR_NODE and time.monotonic() > changed + AWAY_SECONDS:
+                return state
             time.sleep(0.5)
             state = self.state()
         return state if state in FINAL else f"{state} after {seconds:g} s"

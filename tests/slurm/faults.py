@@ -13,7 +13,7 @@ from tests.waiting import wait_until
 RESTARTS = ("--max-restarts", "4")
 SHORT_JOB = ("--time", "2", "--signal-seconds", "60", "--max-restarts", "20")
 """On a busy machine it takes several restarts."""
-WAITS = "CANNOT_START"
+WAITS = "WAITS_FOR_NODE"
 """A job whose node stays away is not simply PENDING."""
 Inject = Callable[[FaultRun], None]
 
@@ -142,7 +142,7 @@ ROWS = {
         preempt,
         options=RESTARTS,
         end="COMPLETED",
-        named="preempted; requeued",
+        named="stopped early with a snapshot; requeued",
         slurm_conf=("PartitionName=all ", PREEMPTION),
     ),
     "setup": Row("a --setup line fails", options=("--setup", "false"), named="false", trains=False),

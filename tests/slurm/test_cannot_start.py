@@ -1,6 +1,8 @@
 """Jobs that wait for what will not happen are shown as such, and so is a hostile name."""
 
+import re
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -121,3 +123,34 @@ def test_component_that_a_lost_node_left_behind(
     # One error for each component that is in the queue already.
     subprocess.run(["scontrol", "requeue", job_id], capture_output=True)
     wait_for(job_id, lambda state: state.state == "RUNNING")
+
+
+def test_status_names_the_lost_node_and_the_command_that_goes_on(
+    make_lab: Callable[..., Lab], enter: Callable[[Lab], Submit], tmp_path: Path
+) -> None:
+    """The first node, with which the job script is lost; the command runs as it is printed."""
+    lab = make_lab(LIVE_CLUSTER)
+    enter(lab)
+    (tmp_path / "cluster.yaml").write_text(LIVE_CLUSTER)
+    options = ["--time", "10", "--max-restarts", "2", "--output", "log-%j.out"]
+    job_id = ddp_slurm("submit", *options, "--", "sleep", "600").strip()
+    wait_for(job_id, lambda state: state.state == "RUNNING")
+    lab.kill("gamma")
+    state = wait_for(job_id, lambda state: state.state == "WAITS_FOR_NODE")
+    assert "node gamma is DOWN+NOT_RESPONDING since" in state.note
+    assert "(Not responding)" in state.note
+    wait_until(lambda: "keep theirs" not in read_state(job_id).note, seconds=60)
+    assert active_states([job_id])[job_id].state == "WAITS_FOR_NODE"
+    (line,) = re.findall("^without the node: (.*)$", ddp_slurm("status", job_id), re.M)
+    line = line.replace("ddp-slurm ", f"{sys.executable} -m ddp_slurm.cli ")
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "left out: gamma: its state is DOWN" in done.stderr
+    shrunk = wait_for(done.stdout.strip(), lambda state: state.state == "RUNNING")
+    assert [part.nodes for part in shrunk.components] == ["beta", "alpha"]
+    assert read_state(job_id).state == "CANCELLED"
+
+
+def ddp_slurm(*words: str) -> str:
+    command = [sys.executable, "-m", "ddp_slurm.cli", *words]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout

@@ -32,7 +32,7 @@ NOTHING = Answer(0, "", "")
 
 
 COMMANDS = {
-    "squeue": r"squeue --noheader --states=all --jobs=[0-9]+(,[0-9]+)* --format=%i\|%T\|%N\|%r",
+    "squeue": r"squeue --noheader --states=all --jobs=[0-9]+(,[0-9]+)* --format=%i\|%T\|%N\|%n\|%r",
     "scontrol": r"scontrol show job [0-9]+",
     "sacct": "sacct --allocations --noheader --parsable2 --jobs=[0-9]+ "
     "--format=JobID,State,ExitCode,NodeList",
@@ -100,9 +100,9 @@ def test_scontrol_recorded_with_hostile_name_and_comment(
     slurm = Slurm(scontrol=recorded(release, f"{name}.scontrol"))
     job = parse_scontrol(slurm.answers["scontrol"].out)
     assert job is not None
-    assert job.components == (
-        ComponentState(f"{job.job_id}+0", state, "gamma", reason, status, signal, 0),
-        ComponentState(f"{job.job_id}+1", state, "alpha,beta", reason, status, signal, 0),
+    assert job.components == tuple(
+        ComponentState(f"{job.job_id}+{offset}", state, nodes, reason, status, signal, 0, nodes)
+        for offset, nodes in enumerate(("gamma", "alpha,beta"))
     )
     assert job.log == f"/home/me/runs/log dir/a=b-{job.job_id}.out"
     whole = read_state(job.job_id, ask=slurm)
@@ -137,15 +137,16 @@ def test_squeue_recorded(release: str) -> None:
     (state,) = active_states(["1"], Slurm(squeue=recorded(release, "running.squeue"))).values()
     assert (state.state, state.source) == ("RUNNING", "squeue")
     assert [c.nodes for c in state.components] == ["gamma", "alpha,beta"]
+    assert [c.requested_nodes for c in state.components] == ["gamma", "alpha,beta"]
 
 
 def test_squeue_lists_other_jobs_and_arrays_too() -> None:
     text = (
-        "48+1|PENDING||ReqNodeNotAvail, UnavailableNodes:a|b\n"
-        "48+0|PENDING||Priority\n"
-        "7_[1-3]|PENDING||None\n"
-        "9|RUNNING|n1|None\n"
-        "10|PENDING||(null)\n"
+        "48+1|PENDING|||ReqNodeNotAvail, UnavailableNodes:a|b\n"
+        "48+0|PENDING|||Priority\n"
+        "7_[1-3]|PENDING|||None\n"
+        "9|RUNNING|n1||None\n"
+        "10|PENDING|||(null)\n"
         "warning\n"
     )
     jobs = parse_squeue(text)
@@ -239,7 +240,7 @@ def test_component_that_slurm_has_forgotten_is_missed() -> None:
 
 
 def test_active_states_see_a_component_that_has_ended() -> None:
-    text = "48+0|PENDING||Resources\n48+1|FAILED|b|NonZeroExitCode\n9|COMPLETED|a|None\n"
+    text = "48+0|PENDING|||Resources\n48+1|FAILED|b||NonZeroExitCode\n9|COMPLETED|a||None\n"
     states = active_states(["48", "9"], Slurm(squeue=Answer(0, text, "")))
     assert {job_id: state.state for job_id, state in states.items()} == {"48": "CANNOT_START"}
 

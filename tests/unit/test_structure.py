@@ -18,6 +18,7 @@ EVERY_RANK = (
     "user",
     "hostlist",
     "ask",
+    "term_signal",
     "files",
     "console",
     "comm",

@@ -4,8 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -72,92 +70,6 @@ def test_without_an_exported_port_it_is_the_jobs(monkeypatch: pytest.MonkeyPatch
     environ = recorded("het_1_2_4", "22.05")[0][4]
     monkeypatch.setattr(os, "environ", {k: v for k, v in environ.items() if k != "MASTER_PORT"})
     assert HetSlurmJobEnvironment().master_port == port_of_job(int(environ["SLURM_JOB_ID"]))
-
-
-RANK = """
-import os, signal, sys
-from ddp_slurm.backends.submitit import rank as submitit_rank
-submitit_rank.TERM_GRACE_SECONDS = submitit_rank.OTHERS_GRACE_SECONDS = 0.2
-for number in (signal.SIGTERM, signal.SIGUSR2):
-    signal.signal(number, lambda *_: None)
-watch = submitit_rank.SignalWatch(
-    signal.SIGUSR2, is_rank_0=sys.argv[1] == "0", may_restart=len(sys.argv[1]) == 1
-)
-watch.start()
-for word in sys.argv[2:]:
-    os.kill(os.getpid(), getattr(signal, word))
-print("goes on", flush=True)
-%s
-"""
-# Holds the main thread where no handler of Python's can run, as a collective does.
-HUNG = "import ctypes; ctypes.CDLL(None).pause()"
-
-
-@pytest.mark.parametrize(
-    "main_thread", ["signal.pause(); signal.pause()", HUNG + "; ctypes.CDLL(None).pause()"]
-)
-@pytest.mark.parametrize("words", [["3", "SIGTERM"], ["0", "SIGTERM"], ["3", "SIGUSR2", "SIGTERM"]])
-def test_a_rank_ends_soon_after_sigterm(words: list[str], main_thread: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", RANK % main_thread, *words],
-        env={**os.environ, "SLURM_JOB_ID": "48"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 128 + signal.SIGTERM
-
-
-@pytest.mark.parametrize(
-    "words", [["3", "SIGTERM", "SIGUSR2"], ["0", "SIGUSR2", "SIGTERM"], ["3", "SIGUSR2"]]
-)
-def test_a_rank_that_is_to_be_requeued_does_not(words: list[str]) -> None:
-    waits = "import time; time.sleep(1); os._exit(7)"  # longer than the grace
-    done = subprocess.run(
-        [sys.executable, "-c", RANK % waits, *words], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 7
-
-
-@pytest.mark.parametrize(
-    ("rank", "squeue", "ends"),
-    [
-        ("0", "echo 'RUNNING   2026-11-28T15:04:09  '", False),
-        ("0", "echo 'RUNNING   N/A  '", True),
-        ("0", "echo 'COMPLETING   2026-11-28T15:04:09  '", True),  # cancelled after all
-        ("0", "echo 'slurm_load_jobs error' >&2; exit 1", True),
-        ("00", "echo 'RUNNING   2026-11-28T15:04:09  '", True),  # no restarts are left
-    ],
-)
-def test_rank_0_of_a_preempted_job_signals_all(
-    stub: Callable[..., Path], tmp_path: Path, rank: str, squeue: str, ends: bool
-) -> None:
-    stub("squeue", f'[[ "$*" == *--jobs=48* ]] && {{ {squeue}; }}')
-    stub("scancel", f'echo "$*" > {tmp_path}/sent; kill -USR2 $PPID')
-    waits = "import time; time.sleep(2); os._exit(7)"  # longer than the grace
-    done = subprocess.run(
-        [sys.executable, "-c", RANK % waits, rank, "SIGTERM"],
-        env={**os.environ, "SLURM_JOB_ID": "48"},
-        timeout=60,
-    )
-    assert done.returncode == (128 + signal.SIGTERM if ends else 7)
-    assert (tmp_path / "sent").exists() is not ends
-    if not ends:
-        assert (tmp_path / "sent").read_text() == "--signal=USR2 48\n"
-
-
-def test_a_forked_workers_sigterm_is_not_the_ranks() -> None:
-    forks = """
-child = os.fork()
-if child == 0:
-    os.kill(os.getpid(), signal.SIGTERM)
-    os._exit(0)
-os.waitpid(child, 0)
-import time; time.sleep(1); os._exit(7)"""
-    done = subprocess.run(
-        [sys.executable, "-c", RANK % forks, "3"], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 7
 
 
 def test_a_command_as_a_function(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,12 @@
-"""The rank's side of submitit over uneven nodes: its place, its end after SIGTERM, commands.
+"""The rank's side of submitit over uneven nodes: its place, its signals, commands.
 
 Every rank imports this, so it imports little.
 """
 
 import os
-import select
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 
@@ -24,16 +22,11 @@ except ImportError as missing:
 
 from ddp_slurm.hostlist import expand_hostlist
 from ddp_slurm.rank_env import ENV_VARIABLES, RankEnv, known
-from ddp_slurm.slurm_client.commands import ask_slurm
+from ddp_slurm.term_signal import TermWatch
 
 __all__ = ["NAME", "HetSlurmJobEnvironment", "RankCommand", "core", "utils"]
 
 NAME = "het_slurm"
-TERM_GRACE_SECONDS = 5.0
-"""Between SIGTERM and the end of rank 0: enough to close a file."""
-OTHERS_GRACE_SECONDS = 10.0
-"""Of the other ranks: they wait until rank 0 knows whether the job is preempted."""
-ASK_SECONDS = 8.0
 
 
 class TasksOnNode(int):
@@ -65,10 +58,10 @@ class HetSlurmJobEnvironment(SlurmJobEnvironment):
         """submitit's handlers, which ignore SIGTERM, and an end some seconds after SIGTERM."""
         super()._handle_signals(paths, submission)
         restarts_left = submission._timeout_countdown
-        SignalWatch(
+        TermWatch(
             self._usr_sig(),
             is_rank_0=self.global_rank == 0,
-            may_restart=restarts_left > 0,
+            saves=restarts_left > 0,
         ).start()
 
     @property
@@ -103,67 +96,6 @@ class HetSlurmJobEnvironment(SlurmJobEnvironment):
     @property
     def master_port(self) -> int:
         return self.rank_env.master_port
-
-
-class SignalWatch:
-    """Ends this process some seconds after SIGTERM, unless the signal for a checkpoint follows.
-
-    submitit ignores SIGTERM, since some clusters send that signal after it to a preempted job.
-    After the death of another rank none follows: all GPUs would be held for KillWait, 30 s. Without
-    PreemptParameters=send_user_signal none follows a preemption either: rank 0 then asks Slurm, and
-    sends the signal to all ranks. The kernel's wake-up byte reaches this thread even while the main
-    thread waits in a collective, where no handler of Python's runs.
-    """
-
-    def __init__(
-        self, checkpoint_signal: signal.Signals, *, is_rank_0: bool, may_restart: bool = False
-    ) -> None:
-        self._checkpoint_signal = checkpoint_signal
-        self._is_rank_0 = is_rank_0
-        self._may_restart = may_restart
-        self._grace_seconds = TERM_GRACE_SECONDS if is_rank_0 else OTHERS_GRACE_SECONDS
-        self._reader, self._writer = os.pipe()
-        self._must_end = False
-        self._writes_checkpoint = False
-
-    def start(self) -> None:
-        os.set_blocking(self._writer, False)
-        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        # The SIGTERM of a forked data loader is not this rank's.
-        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-        threading.Thread(target=self._watch, name="signal-watch", daemon=True).start()
-
-    def _watch(self) -> None:
-        while True:
-            timeout = self._grace_seconds if self._must_end else None
-            readable, _, _ = select.select([self._reader], [], [], timeout)
-            if not readable:
-                os._exit(128 + signal.SIGTERM)
-            for number in os.read(self._reader, 512):  # a byte for each signal, in their order
-                self._on_signal(number)
-
-    def _on_signal(self, number: int) -> None:
-        if number == self._checkpoint_signal:
-            self._must_end = False
-            self._writes_checkpoint = self._is_rank_0
-        elif number == signal.SIGTERM and not self._must_end:
-            self._must_end = not self._writes_checkpoint
-            asks = self._must_end and self._is_rank_0 and self._may_restart
-            if asks and _is_preempted():
-                name = self._checkpoint_signal.name.removeprefix("SIG")
-                job_id = os.environ["SLURM_JOB_ID"]
-                ask_slurm(["scancel", f"--signal={name}", job_id], timeout_seconds=ASK_SECONDS)
-
-
-def _is_preempted() -> bool:
-    """Whether Slurm has announced the preemption of this job, which still runs."""
-    columns = "--Format=State:20,PreemptTime:30"
-    job = f"--jobs={os.environ['SLURM_JOB_ID']}"
-    answer = ask_slurm(
-        ["squeue", "--noheader", "--states=all", job, columns], timeout_seconds=ASK_SECONDS
-    )
-    first_component = answer.out.split()[:2]
-    return first_component[:1] == ["RUNNING"] and first_component[1:] != ["N/A"]
 
 
 class RankCommand:

@@ -10,6 +10,7 @@ not fail either, ``heartbeat`` finds it.
 import contextlib
 import os
 import re
+import signal
 import sys
 import threading
 import traceback
@@ -20,6 +21,7 @@ import torch
 from torch import distributed as dist
 
 from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.term_signal import has_term
 from ddp_slurm.training.process_group.ending import Deadline, print_last
 from ddp_slurm.training.process_group.heartbeat import Heartbeat, group_error_reader
 from ddp_slurm.training.process_group.peers import (
@@ -51,6 +53,12 @@ def is_failed_collective(error: BaseException) -> bool:
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and bool(LOST_CONNECTION.search(str(error)))
+
+
+def end_if_terminated() -> None:
+    """After SIGTERM all ranks end: that the others' connections break is no failure to report."""
+    if has_term():
+        os._exit(128 + signal.SIGTERM)
 
 
 class FailureWatch:
@@ -159,6 +167,8 @@ class FailureWatch:
 
     def _end_because_of(self, ending: Ending) -> None:
         self._leaving.acquire()
+        if ending.text == self.peers.rank_0_is_gone():
+            end_if_terminated()
         print_last(f"{self.peers.place}: ends, because {ending.text}")
         with self._deadline(ending.status):
             self._linger()
@@ -177,6 +187,8 @@ class FailureWatch:
         full_report = "".join(traceback.format_exception(kind, error, trace))
         own = Ending(1, f"{place} failed: {kind.__name__}: {error}")
         is_consequence = is_failed_collective(error)
+        if is_consequence:
+            end_if_terminated()
         with self._deadline(own.status):
             # The own report comes first: what follows depends on rank 0.
             if is_consequence:

@@ -14,6 +14,7 @@ from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.job_env import MEASURED, JobEnv
 from ddp_slurm.training.data import DataError, Source, as_source
 from ddp_slurm.training.process_group import World
+from ddp_slurm.training.process_group.stop_signal import stop_when_preempted
 from ddp_slurm.training.process_group.stop_vote import StopVote
 from ddp_slurm.training.trainer.config import TrainerConfig
 from ddp_slurm.training.trainer.evaluation import evaluate
@@ -112,6 +113,8 @@ class Trainer:
 
     def train(self) -> Result:
         """Run to the end, or to a stop that a signal requested. All ranks return the same."""
+        if self.config.snapshot is not None and JobEnv.from_environ().requeue_marker:
+            stop_when_preempted(self.world.rank)
         if self._saver.load() and self._prints:
             self._report_resume()
         if self.config.metrics_path is not None and self.world.rank == 0:

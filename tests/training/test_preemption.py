@@ -1,0 +1,71 @@
+"""The Trainer saves and stops when its job is preempted, and ends at any other SIGTERM."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from .trainer_worker import Run, train
+from .worlds import World, world
+
+SQUEUE = "#!/bin/sh\necho 'RUNNING   {preempted}   '\n"
+SCANCEL = "#!/bin/sh\n[ \"$*\" = '--signal=USR2 48' ] && exec kill -USR2 $(cat {pids})\n"
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    """Of the ranks of a Slurm step with restarts left; Slurm's clients are stubs."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    texts = {"squeue": SQUEUE.format(preempted="N/A"), "scancel": SCANCEL}
+    for name, text in texts.items():
+        (tools / name).write_text(text.format(pids=tmp_path / "pids"))
+        (tools / name).chmod(0o755)
+    return {
+        "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
+        "DDP_SLURM_REQUEUE_MARKER": str(tmp_path / "requeue"),
+        "SLURM_STEP_ID": "0",
+        "SLURM_JOB_ID": "48",
+    }
+
+
+def run_of(tmp_path: Path) -> Run:
+    return Run((3, 5), tmp_path / "s.pt", epochs=100_000, save_every_steps=None)
+
+
+def send_term(running: World, tmp_path: Path) -> None:
+    """To all ranks, as Slurm does, after they have begun."""
+    for rank in range(2):
+        running.receive(rank)
+    pids = [str(process.pid) for process in running.processes]
+    (tmp_path / "pids").write_text(" ".join(pids))
+    for rank in range(2):
+        running.signal(rank, signal.SIGTERM)
+
+
+def test_preempted_training_saves_and_stops(tmp_path: Path, environ: dict[str, str]) -> None:
+    (tmp_path / "tools" / "squeue").write_text(SQUEUE.format(preempted="2026-11-28T15:04:09"))
+    with world(tmp_path / "run", (1, 1), train, run_of(tmp_path), environ=environ) as running:
+        send_term(running, tmp_path)
+        reports = [running.receive(rank) for rank in range(2)]
+        assert running.wait() == [0, 0], running.all_logs()
+    assert [report.finished for report in reports] == [False, False]
+    assert (tmp_path / "s.pt").exists()
+    assert (tmp_path / "requeue").exists()
+
+
+@pytest.mark.parametrize("has_marker", [True, False])
+def test_cancelled_training_ends_at_once(
+    tmp_path: Path, environ: dict[str, str], has_marker: bool
+) -> None:
+    if not has_marker:  # a job without restarts would read COMPLETED after it has stopped
+        del environ["DDP_SLURM_REQUEUE_MARKER"]
+    with world(tmp_path / "run", (1, 1), train, run_of(tmp_path), environ=environ) as running:
+        send_term(running, tmp_path)
+        statuses = running.wait(10)
+        assert statuses == ([143, 143] if has_marker else [-15, -15]), running.all_logs()
+        logs = running.all_logs()
+    assert "ends, because" not in logs
+    assert "failed" not in logs
+    assert not (tmp_path / "s.pt").exists()
