@@ -42,10 +42,10 @@ set -euo pipefail
 _ddp_component_count=3
 _ddp_max_restarts=3
 _ddp_sends_signal=yes # the ranks save and stop on SIGUSR2
+_ddp_started=$(date +%Y-%m-%dT%H:%M:%S)
 _ddp_runs_folder=
 _ddp_marker= # path of the file that rank 0 creates after it stopped early with a good snapshot
 _ddp_restarts=${SLURM_RESTART_COUNT:-0}
-_ddp_started=$(date +%Y-%m-%dT%H:%M:%S)
 
 # --- How the script ends ---------------------------------------------------------------------
 
@@ -177,6 +177,47 @@ _ddp_wait_for_components() {
   _ddp_requeue_and_exit "old steps of the job do not end" 75
 }
 
+# Whether the slurmd of a node has started after this script: a node that restarts quickly is never
+# DOWN for Slurm, and srun may not see that its tasks are gone.
+_ddp_a_node_restarted() {
+  local group nodes list=${SLURM_JOB_NODELIST:-} time
+  for ((group = 1; group < _ddp_component_count; group++)); do
+    nodes=SLURM_JOB_NODELIST_HET_GROUP_$group
+    list+=,${!nodes:-}
+  done
+  while read -r time; do
+    [[ ! ${time#*=} > $_ddp_started ]] || return 0
+  done < <(
+    unset SLURM_TIME_FORMAT
+    timeout 30 scontrol --oneliner show node "$list" | grep -o 'SlurmdStartTime=[0-9T:-]*'
+  )
+  return 1
+}
+
+# --- The loss of the first node --------------------------------------------------------------
+
+# The first node takes this script with it. Slurm then puts the first component alone into the
+# queue, and the others would keep their nodes idle. A small step on the first node of the second
+# component looks now and then, and puts them into the queue as well.
+_ddp_watch_first_component() (
+  unset SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE SLURM_TASKS_PER_NODE
+  unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_NNODES SLURM_NODELIST SLURM_JOB_NODELIST
+  unset SLURM_JOB_NUM_NODES SLURM_JOB_CPUS_PER_NODE SLURM_MEM_PER_NODE
+  export -f _ddp_components _ddp_requeue_with_first_component
+  # Its messages, such as of its end together with the script, are not about the ranks.
+  exec srun --het-group=1 --overlap --nodes=1 --ntasks=1 --cpus-per-task=1 --gres=none --mem=0 \
+    --mpi=none bash -c _ddp_requeue_with_first_component </dev/null >/dev/null 2>&1
+)
+
+_ddp_requeue_with_first_component() {
+  local id state
+  while sleep 30; do
+    read -r id state _ < <(_ddp_components) || continue
+    # an error for the first component, which is in the queue already
+    [[ $state != PENDING ]] || scontrol requeue "$SLURM_JOB_ID" || true
+  done
+}
+
 # --- SIGTERM: the job ends, or will be preempted soon ----------------------------------------
 
 _ddp_step=       # process id of srun
@@ -250,23 +291,6 @@ _ddp_srun_errors() {
 _ddp_srun_lost_a_node() {
   local reports='Node failure on|Cannot communicate with node|Timed out waiting for job step'
   grep -qE "$reports|failed on node .*: Communication" < <(_ddp_srun_errors)
-}
-
-# Whether the slurmd of a node has started after this script: a node that restarts quickly is never
-# DOWN for Slurm, and srun may not see that its tasks are gone.
-_ddp_a_node_restarted() {
-  local group nodes list=${SLURM_JOB_NODELIST:-} time
-  for ((group = 1; group < _ddp_component_count; group++)); do
-    nodes=SLURM_JOB_NODELIST_HET_GROUP_$group
-    list+=,${!nodes:-}
-  done
-  while read -r time; do
-    [[ ! ${time#*=} > $_ddp_started ]] || return 0
-  done < <(
-    unset SLURM_TIME_FORMAT
-    timeout 30 scontrol --oneliner show node "$list" | grep -o 'SlurmdStartTime=[0-9T:-]*'
-  )
-  return 1
 }
 
 # PID: srun can hang after it lost a node: while tasks on other nodes run, or when all of them have
@@ -407,6 +431,8 @@ _ddp_start_ranks() {
 }
 _ddp_note_log_size
 _ddp_start_ranks &
-_ddp_wait_for_step $!
+_ddp_step=$!
+_ddp_watch_first_component &
+_ddp_wait_for_step "$_ddp_step"
 [[ $_ddp_status -eq 0 ]] || _ddp_name_ranks
 _ddp_end

@@ -37,12 +37,9 @@ set -euo pipefail
 # The script's own names begin with _ddp_: --env and --setup may use any other. Its last part, after
 # the functions, starts the ranks.
 _ddp_component_count=3
-_ddp_max_restarts=0
-_ddp_sends_signal=no # the ranks save and stop on SIGUSR2
 _ddp_runs_folder=
 _ddp_marker= # path of the file that rank 0 creates after it stopped early with a good snapshot
 _ddp_restarts=${SLURM_RESTART_COUNT:-0}
-_ddp_started=$(date +%Y-%m-%dT%H:%M:%S)
 
 # --- How the script ends ---------------------------------------------------------------------
 
@@ -84,125 +81,6 @@ _ddp_on_exit() {
   fi
   _ddp_leave_exit_marker "$status"
   [[ -z $_ddp_marker ]] || rm -rf -- "${_ddp_marker%/*}"
-}
-
-# --- What Slurm reports about this job -------------------------------------------------------
-
-# A line for each component: its job id, its state, its restarts, when it was preempted (or N/A).
-# From squeue, whose columns have no free text such as the name of the job.
-_ddp_components() (
-  unset "${!SQUEUE_@}"
-  timeout 30 squeue --noheader --states=all --jobs="$SLURM_JOB_ID" \
-    --Format=JobID:20,State:20,RestartCnt:10,PreemptTime:30
-)
-
-# Prints running, preempted, requeued or ended; nothing where squeue does not respond.
-_ddp_fate() {
-  local id state restarts preempted
-  read -r id state restarts preempted < <(_ddp_components 2>/dev/null) || return 0
-  if [[ $restarts -gt $_ddp_restarts ]]; then
-    echo requeued
-    return 0
-  fi
-  case $state in
-    RUNNING | CONFIGURING | SUSPENDED | STOPPED | SIGNALING)
-      [[ $preempted == N/A ]] && echo running || echo preempted
-      ;;
-    *) echo ended ;;
-  esac
-}
-
-# --- Restarts --------------------------------------------------------------------------------
-
-# Puts all components back into the queue. slurmctld may be away for minutes: it is asked again.
-_ddp_requeue() {
-  local answer give_up=$((SECONDS + 600))
-  trap '' TERM # which Slurm sends once it has accepted
-  until answer=$(timeout 60 scontrol requeue "$SLURM_JOB_ID" 2>&1); do
-    [[ $(_ddp_fate) != requeued ]] || break # accepted, but the answer was lost
-    if [[ $SECONDS -ge $give_up || $answer == *@(disabled|denied|Invalid)* ]]; then
-      _ddp_say "not requeued: $answer"
-      return 1
-    fi
-    sleep 5 || true
-  done
-}
-
-# REASON STATUS: ends the script, with STATUS where the job is not requeued.
-_ddp_requeue_and_exit() {
-  if [[ $_ddp_restarts -ge $_ddp_max_restarts ]]; then
-    _ddp_say "$1; all $_ddp_max_restarts restarts are used up"
-  elif _ddp_requeue; then
-    _ddp_say "$1; requeued ($((_ddp_restarts + 1)) of $_ddp_max_restarts)"
-    _ddp_run_folder= # the job goes on: no exit marker
-    exit 0
-  fi
-  exit "$2"
-}
-
-# When a node is lost, Slurm requeues the first component and those with that node. The others would
-# end as failed, together with this script: they have to be requeued before that.
-_ddp_requeue_left_behind() {
-  local id state restarts preempted
-  while read -r id state restarts preempted; do
-    if [[ $restarts -le $_ddp_restarts ]]; then
-      # an error for each component that is pending already
-      timeout 20 scontrol requeue "$SLURM_JOB_ID" >/dev/null 2>&1 || true
-      return 0
-    fi
-  done < <(_ddp_components)
-}
-
-# When the first node was lost, Slurm starts the first component again while the others still run
-# their old steps, with which the new step would be a duplicate, or after they have ended.
-_ddp_wait_for_components() {
-  local components ids steps give_up=$((SECONDS + 300))
-  [[ $_ddp_restarts -gt 0 && $_ddp_component_count -gt 1 ]] || return 0
-  while [[ $SECONDS -lt $give_up ]]; do
-    if components=$(_ddp_components); then
-      if grep -qvE ' (RUNNING|CONFIGURING|COMPLETING) ' <<<"$components"; then
-        _ddp_requeue_and_exit "a component of the job does not run" 75
-      fi
-      ids=$(cut -d ' ' -f 1 <<<"$components" | paste -s -d ,)
-      steps=$(squeue --noheader --steps --jobs="$ids" --format=%i | grep '[.][0-9]*$' || true)
-      [[ -n $steps || $components == *COMPLETING* ]] || return 0
-      # shellcheck disable=SC2086 # one word a step
-      [[ -z $steps ]] || scancel $steps || true
-    fi
-    sleep 3 || true # a signal to all processes of the script ends it
-  done
-  _ddp_requeue_and_exit "old steps of the job do not end" 75
-}
-
-# --- SIGTERM: the job ends, or will be preempted soon ----------------------------------------
-
-_ddp_step=       # process id of srun
-_ddp_signalled=no
-_ddp_soon=no     # the job goes on for now, but will be preempted, or its host shuts down
-_ddp_ending=no   # the job was cancelled or requeued; only the end of srun is waited for
-
-_ddp_on_term() {
-  trap '' TERM # Slurm signals all processes of the script, and would end those that ask it
-  _ddp_signalled=yes
-  case $(_ddp_fate) in
-    running | preempted)
-      trap _ddp_on_term TERM
-      _ddp_soon=yes
-      # srun passes the signal on to the ranks
-      [[ $_ddp_sends_signal == no || -z $_ddp_step ]] || kill -USR2 "$_ddp_step" || true
-      return 0
-      ;;
-    requeued)
-      _ddp_requeue_left_behind
-      _ddp_run_folder= # the job goes on: no exit marker
-      ;;
-    *)
-      _ddp_terminated=yes
-      _ddp_leave_exit_marker 143 # now: SIGKILL may follow
-      ;;
-  esac
-  [[ -n $_ddp_step ]] || exit 143
-  _ddp_ending=yes
 }
 
 # --- The step that runs the ranks ------------------------------------------------------------
@@ -249,23 +127,6 @@ _ddp_srun_lost_a_node() {
   grep -qE "$reports|failed on node .*: Communication" < <(_ddp_srun_errors)
 }
 
-# Whether the slurmd of a node has started after this script: a node that restarts quickly is never
-# DOWN for Slurm, and srun may not see that its tasks are gone.
-_ddp_a_node_restarted() {
-  local group nodes list=${SLURM_JOB_NODELIST:-} time
-  for ((group = 1; group < _ddp_component_count; group++)); do
-    nodes=SLURM_JOB_NODELIST_HET_GROUP_$group
-    list+=,${!nodes:-}
-  done
-  while read -r time; do
-    [[ ! ${time#*=} > $_ddp_started ]] || return 0
-  done < <(
-    unset SLURM_TIME_FORMAT
-    timeout 30 scontrol --oneliner show node "$list" | grep -o 'SlurmdStartTime=[0-9T:-]*'
-  )
-  return 1
-}
-
 # PID: srun can hang after it lost a node: while tasks on other nodes run, or when all of them have
 # ended and it waits for those that are gone. After the first bad exit of a task it ends by itself
 # within KillWait, 30 s where a site has not changed it.
@@ -285,30 +146,24 @@ _ddp_srun_reported_a_task() {
   grep -qE ': tasks? [0-9,-]+: ' < <(_ddp_srun_errors)
 }
 
-# --- After the ranks have ended --------------------------------------------------------------
+# --- SIGTERM, and the end --------------------------------------------------------------------
+
+_ddp_step=       # process id of srun
+_ddp_signalled=no
+_ddp_ending=no   # only the end of srun is waited for
+
+# The job was cancelled, or its time is up.
+_ddp_on_term() {
+  trap '' TERM # Slurm signals all processes of the script
+  _ddp_signalled=yes
+  _ddp_terminated=yes
+  _ddp_leave_exit_marker 143 # now: SIGKILL may follow
+  [[ -n $_ddp_step ]] || exit 143
+  _ddp_ending=yes
+}
 
 _ddp_end() {
-  local fate
   [[ $_ddp_ending == no ]] || exit 143
-  if [[ -n $_ddp_marker && -e $_ddp_marker ]]; then
-    if [[ $_ddp_max_restarts -eq 0 ]]; then
-      _ddp_say "stopped early with a snapshot; submit again to go on"
-      exit 75
-    fi
-    _ddp_requeue_and_exit "stopped early with a snapshot" 75
-  fi
-  [[ $_ddp_status -ne 0 && $_ddp_max_restarts -gt 0 ]] || exit "$_ddp_status"
-  fate=$(_ddp_fate)
-  if [[ $fate == requeued ]]; then
-    _ddp_requeue_left_behind
-    _ddp_run_folder= # the job goes on: no exit marker
-  elif [[ $fate == ended ]]; then
-    _ddp_terminated=yes
-  elif [[ $fate == preempted || $_ddp_soon == yes ]]; then
-    _ddp_requeue_and_exit "preempted" "$_ddp_status"
-  elif _ddp_srun_lost_a_node || _ddp_a_node_restarted; then
-    _ddp_requeue_and_exit "a node was lost" "$_ddp_status"
-  fi
   exit "$_ddp_status"
 }
 
@@ -396,6 +251,7 @@ _ddp_start_ranks() {
 }
 _ddp_note_log_size
 _ddp_start_ranks &
-_ddp_wait_for_step $!
+_ddp_step=$!
+_ddp_wait_for_step "$_ddp_step"
 [[ $_ddp_status -eq 0 ]] || _ddp_name_ranks
 _ddp_end

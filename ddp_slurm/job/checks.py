@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from ddp_slurm.job.options import JobOptions, OptionsError
+from ddp_slurm.job.options import JobOptions
 from ddp_slurm.schema.fields import limit_seconds
 
 
@@ -25,13 +25,6 @@ def combination_errors(options: JobOptions, unread: Collection[str] = ()) -> lis
     checks = [check for check in CHECKS if not set(check.keys) & set(unread)]
     errors = [check.error(options) for check in checks]
     return [error for error in errors if error]
-
-
-def check_together(options: JobOptions) -> None:
-    """Raises OptionsError with all messages on options that cannot be combined."""
-    errors = combination_errors(options)
-    if errors:
-        raise OptionsError("\n".join(errors))
 
 
 def _command(options: JobOptions) -> str | None:

@@ -209,7 +209,7 @@ constraint = _matching(
 slurm.conf would read ``#`` as a comment."""
 user_name = _matching(r"[A-Za-z_][A-Za-z0-9_.-]*", "a user's name")
 time_limit = _matching(
-    r"[0-9]{1,9}(:[0-9]{1,2}){0,2}|[0-9]{1,9}-[0-9]{1,2}(:[0-9]{1,2}){0,2}|UNLIMITED|INFINITE",
+    r"[0-9]{1,9}(:[0-9]{1,6}){0,2}|[0-9]{1,9}-[0-9]{1,6}(:[0-9]{1,6}){0,2}|UNLIMITED|INFINITE",
     "a time limit in Slurm's format: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S, "
     "such as 12:00:00 for twelve hours",
 )
@@ -220,8 +220,8 @@ def limit_seconds(time_limit: str) -> int | None:
 
     >>> [limit_seconds(text) for text in ("90", "1:30", "2:00:00", "1-12", "1-00:30")]
     [5400, 90, 7200, 129600, 88200]
-    >>> [limit_seconds(text) for text in ("UNLIMITED", "0")]
-    [None, None]
+    >>> [limit_seconds(text) for text in ("UNLIMITED", "0", "0:240:0")]
+    [None, None, 14400]
     """
     if not time_limit[0].isdigit():
         return None

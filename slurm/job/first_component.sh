@@ -8,7 +8,6 @@ _ddp_watch_first_component() (
   unset SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE SLURM_TASKS_PER_NODE
   unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_NNODES SLURM_NODELIST SLURM_JOB_NODELIST
   unset SLURM_JOB_NUM_NODES SLURM_JOB_CPUS_PER_NODE SLURM_MEM_PER_NODE
-  export _ddp_restarts
   export -f _ddp_components _ddp_requeue_with_first_component
   # Its messages, such as of its end together with the script, are not about the ranks.
   exec srun --het-group=1 --overlap --nodes=1 --ntasks=1 --cpus-per-task=1 --gres=none --mem=0 \
@@ -16,11 +15,10 @@ _ddp_watch_first_component() (
 )
 
 _ddp_requeue_with_first_component() {
-  local id state restarts preempted
+  local id state
   while sleep 30; do
-    read -r id state restarts preempted < <(_ddp_components) || continue
-    if [[ $state == PENDING && $restarts -gt $_ddp_restarts ]]; then
-      scontrol requeue "$SLURM_JOB_ID" || true # an error for the first component
-    fi
+    read -r id state _ < <(_ddp_components) || continue
+    # an error for the first component, which is in the queue already
+    [[ $state != PENDING ]] || scontrol requeue "$SLURM_JOB_ID" || true
   done
 }

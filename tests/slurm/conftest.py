@@ -16,6 +16,7 @@ from ddp_slurm.lab import Lab, LabError
 from ddp_slurm.lab.lab import all_labs
 from ddp_slurm.lab.machine import check_machine
 from ddp_slurm.lab.releases import RELEASES, ReleaseNotAvailable, slurm_root
+from ddp_slurm.slurm_client.records import read_records
 from ddp_slurm.slurm_client.states import FINAL_STATES
 from tests.clusters import UNEVEN
 from tests.waiting import wait_until
@@ -112,9 +113,9 @@ def wait_for_job(lab: Lab, job_id: int) -> str:
 
 def job_states(lab: Lab, job_id: int) -> list[str]:
     """Slurm's states of a job's components."""
-    answer = lab.ask(["scontrol", "-o", "show", "job", str(job_id)])
+    answer = lab.ask(["scontrol", "show", "job", str(job_id)])
     assert answer.status == 0, answer.text
-    return re.findall(r" JobState=(\w+)", answer.out)
+    return [record["JobState"] for record in read_records(answer.out, "JobId")]
 
 
 @pytest.fixture

@@ -24,6 +24,8 @@ from tests.doctor_facts import (
     training,
 )
 
+from .conftest import Stub
+
 
 def test_doctor_finds_nothing_on_healthy_nodes() -> None:
     findings = diagnose(snapshot())
@@ -245,3 +247,24 @@ def test_credential_comes_from_the_first_able_node() -> None:
     assert asked[:2] == [("alpha", "credential"), ("gamma", "credential")]
     assert ("beta", "MUNGE:AwQ=:") in asked
     assert (seen.credential_from, list(seen.unreachable)) == ("gamma", ["alpha"])
+
+
+@pytest.mark.parametrize(
+    ("messages", "is_slurms"),
+    [
+        ("srun: error: alpha: task 0: Exited with exit code 3", False),
+        ("no such card\nsrun: error: alpha: task 0: Killed", False),
+        ("srun: error: Unable to allocate resources: Requested nodes are busy", True),
+        ("srun: error: Node failure on alpha\nsrun: error: alpha: task 0: Killed", True),
+    ],
+)
+def test_srun_failure_of_a_command_is_not_slurms(
+    stub: Stub, messages: str, is_slurms: bool
+) -> None:
+    stub("srun", f"echo '{messages}' >&2; exit 3")
+    node = Node("alpha")
+    if is_slurms:
+        with pytest.raises(RemoteError, match=r"alpha: srun: error: (Unable|Node)"):
+            asking.run_by_srun(node, ["true"])
+    else:
+        assert asking.run_by_srun(node, ["true"]).status == 3

@@ -2,6 +2,7 @@
 
 import pytest
 
+from ..waiting import wait_until
 from .conftest import Stub
 from .fake_slurm import RUNNING, FakeSlurm, MakeScript, node_record
 
@@ -125,6 +126,28 @@ def test_components_left_behind_by_a_node_failure_are_requeued(
     slurm.set(components=RUNNING.replace("RUNNING 0", "COMPLETING 1"))
     assert job.run() == 143
     assert slurm.calls == ["scontrol requeue 7"], "all components are requeued already"
+
+
+def test_other_components_follow_a_first_one_that_waits(
+    script: MakeScript, stub: Stub, slurm: FakeSlurm
+) -> None:
+    """A step on the second component's node watches; the script of the first one is gone."""
+    srun = stub("srun", "")
+    watch = """#!/bin/bash
+if [[ " $* " == *" --het-group=1 --overlap "* ]]; then
+  exec timeout 2 "${@: -3}"
+fi
+exec /bin/sleep 1
+"""
+    srun.write_text(watch)
+    job = script(max_restarts=1)
+    assert job.run() == 0
+    assert slurm.calls == [], "the first component runs"
+    slurm.set(components="7 PENDING 1 N/A\n8 RUNNING 0 N/A\n9 RUNNING 0 N/A\n")
+    with job.start() as process:
+        wait_until(lambda: slurm.calls, "the requeue", 20)
+        process.wait()
+    assert set(slurm.calls) == {"scontrol requeue 7"}
 
 
 def test_restart_cancels_the_old_steps_first(

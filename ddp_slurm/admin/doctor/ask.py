@@ -1,5 +1,6 @@
 """Which nodes the doctor asks, and how."""
 
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ SRUN_PATIENCE_SECONDS = 60
 PROOF_SECONDS = 300.0
 MEMORY_MB = 2048
 """Importing torch takes some 500 MiB, and Slurm ends a job that takes more than it asked for."""
+TASK_ENDED = re.compile(r"srun: error: \S+: tasks? [0-9,-]+: ")
+"""srun's report of how the command itself ended, such as ``Exited with exit code 1``."""
 
 
 class DoctorError(DdpSlurmError):
@@ -83,11 +86,17 @@ def run_by_srun(
     )
     if answer.status == TIMED_OUT:
         raise RemoteError(f"{node.name}: {argv[0]} did not end within {timeout_seconds:g} s")
-    is_srun_error = "srun: error" in answer.err and not answer.out
-    if is_srun_error or "Unable to allocate resources" in answer.err:
+    error = _error_of_slurm(answer.err) if answer.status else ""
+    if error:
         requested = f" (requested: {node.gres})" if node.gres else ""
-        raise RemoteError(f"{node.name}: {answer.err.strip().splitlines()[-1]}{requested}")
+        raise RemoteError(f"{node.name}: {error}{requested}")
     return answer
+
+
+def _error_of_slurm(messages: str) -> str:
+    """srun's last error that is not about the end of the command itself, empty without one."""
+    errors = [line for line in messages.splitlines() if line.startswith("srun: error: ")]
+    return next((line for line in reversed(errors) if not TASK_ENDED.match(line)), "")
 
 
 def _job_options(node: Node) -> list[str]:
