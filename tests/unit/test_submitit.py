@@ -236,6 +236,18 @@ def test_the_first_ranks_error_reaches_the_caller(
     assert isinstance(job.exception(), utils.FailedJobError)
 
 
+def test_results_of_all_ranks_with_an_error_are_not_the_end(
+    job: HetSlurmJob[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job may be requeued; its results are then removed. The state is that of the end."""
+    leave(job, {rank: ("success", rank) for rank in range(6)})
+    leave(job, {6: ("error", "ValueError: bad luck")})
+    assert not job.done(force_check=True)
+    ends(monkeypatch, "FAILED", 1)
+    with pytest.raises(utils.FailedJobError, match="rank 6 on alpha failed; job 48 is FAILED"):
+        job.results()
+
+
 @pytest.mark.parametrize(
     "state", ["FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "COMPLETED"]
 )

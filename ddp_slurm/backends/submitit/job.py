@@ -121,9 +121,16 @@ class HetSlurmJob(core.Job[core.R]):
         """
         with contextlib.suppress(OSError):  # makes a network file system read the folder again
             self.paths.folder.chmod(self.paths.folder.stat().st_mode)
-        if all(self._result_file(rank).exists() for rank in self._world):
+        if self._all_succeeded():
             return True
         return self.watcher.is_done(self.job_id, mode="force" if force_check else "standard")
+
+    def _all_succeeded(self) -> bool:
+        files = [self._result_file(rank) for rank in self._world]
+        if not all(file.exists() for file in files):
+            return False
+        outcomes = map(_load_outcome, files)
+        return all(outcome is not None and outcome[0] == "success" for outcome in outcomes)
 
     def result(self) -> Any:
         """The function's result; of a job with several ranks the list of them."""
