@@ -134,12 +134,12 @@ def test_status_names_the_lost_node_and_the_command_that_goes_on(
     (tmp_path / "cluster.yaml").write_text(LIVE_CLUSTER)
     options = ["--time", "10", "--max-restarts", "2", "--output", "log-%j.out"]
     job_id = ddp_slurm("submit", *options, "--", "sleep", "600").strip()
-    wait_for(job_id, lambda state: state.state == "RUNNING")
+    wait_until(lambda: ".1 " in lab.ask(["squeue", "--steps"]).out, "the watching step")
     lab.kill("gamma")
     state = wait_for(job_id, lambda state: state.state == "WAITS_FOR_NODE")
     assert "node gamma is DOWN+NOT_RESPONDING since" in state.note
     assert "(Not responding)" in state.note
-    wait_until(lambda: "keep theirs" not in read_state(job_id).note, seconds=60)
+    wait_until(lambda: "keep theirs" not in read_state(job_id).note, seconds=90)
     assert active_states([job_id])[job_id].state == "WAITS_FOR_NODE"
     (line,) = re.findall("^without the node: (.*)$", ddp_slurm("status", job_id), re.M)
     line = line.replace("ddp-slurm ", f"{sys.executable} -m ddp_slurm.cli ")
