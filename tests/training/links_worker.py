@@ -1,5 +1,7 @@
 """What the ranks of the tests of the links run."""
 
+import os
+import signal
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -14,6 +16,7 @@ from ddp_slurm.training.links.layout import Layout
 from ddp_slurm.training.links.local_steps import LocalConfig, LocalSteps
 from ddp_slurm.training.links.wrap import mean_over_ranks
 
+from .joining import be_impatient
 from .workers import Case, Outcome, flat, train_in_parts
 
 
@@ -75,3 +78,33 @@ def summed_in_bf16(pipe: Connection, values: torch.Tensor, two_levels: bool) -> 
     with init_distributed() as world:
         exchange = make_exchange(world, two_levels=two_levels, bf16=True)
         return exchange.start(values[world.rank].clone()).wait()
+
+
+def _local_world(world: World, steps: int) -> tuple[nn.Module, Optimizer]:
+    os.environ["DDP_SLURM_COMM"] = f"local:{steps}"
+    network = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    return world.wrap(network, optimizer, [1] * world.world_size), optimizer
+
+
+def skip_a_step(pipe: Connection) -> None:
+    """As a GradScaler does on a rank whose gradient overflows."""
+    with init_distributed() as world:
+        model, optimizer = _local_world(world, 4)
+        for step in range(8):
+            model(torch.ones(1, 2)).sum().backward()
+            if (step, world.rank) != (2, 1):
+                optimizer.step()
+            if step == 3:
+                world.average()
+
+
+def die_between_averages(pipe: Connection) -> None:
+    be_impatient()
+    with init_distributed() as world:
+        model, optimizer = _local_world(world, 2)
+        for step in range(100):
+            model(torch.ones(1, 2)).sum().backward()
+            if (step, world.rank) == (6, 2):
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.step()

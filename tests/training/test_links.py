@@ -5,9 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_slurm.training.links.local_steps import LocalConfig
-
-from .links_worker import summed_in_bf16, with_hook, with_local_steps, wrapped
+from .links_worker import summed_in_bf16, with_hook, wrapped
 from .test_parity import worst_error
 from .trainer_worker import relative_error
 from .workers import Case, train_alone
@@ -65,11 +63,3 @@ def test_powersgd_trains(tmp_path: Path) -> None:
     for outcome in found:
         assert outcome.losses[-1] < 1.2 * expected.losses[-1] + 0.01
         assert torch.equal(outcome.parameters, found[0].parameters)
-
-
-def test_local_steps_of_one_are_exact_for_plain_sgd(tmp_path: Path) -> None:
-    case = Case(samples=800, shares=SHARES, steps=20, momentum=0.0)
-    expected = train_alone(case)
-    config = LocalConfig(steps=1, outer_lr=1.0, outer_momentum=0.0, overlaps=False)
-    for outcome in run_world(tmp_path, TASKS, with_local_steps, case, config):
-        assert relative_error(outcome.parameters, expected.parameters) < 1e-6
