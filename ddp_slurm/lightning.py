@@ -146,9 +146,34 @@ def _is_launched() -> bool:
 
 
 def _callbacks(package: str) -> list[Any]:
-    if not _is_launched():
-        return []
-    _adapt(package)
+    callbacks = []
+    if _is_launched():
+        _adapt(package)
+        callbacks.append(_world_check(package))
+    if (JobEnv.from_environ().world_size or 1) > 1:
+        callbacks.append(_exchange(package))
+    return callbacks
+
+
+def _exchange(package: str) -> Any:
+    """What ``World.wrap`` does in other scripts."""
+    base = importlib.import_module(f"{package}.callbacks").Callback
+
+    class Exchange(base):  # type: ignore[misc, valid-type]
+        """Lets the model's DDP exchange gradients as the job asks (``--comm``)."""
+
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            from torch.nn.parallel import DistributedDataParallel
+
+            from ddp_slurm.training.links.wrap import attach_by_environment
+
+            if isinstance(trainer.strategy.model, DistributedDataParallel):
+                attach_by_environment(trainer.strategy.model, trainer.strategy.root_device)
+
+    return Exchange()
+
+
+def _world_check(package: str) -> Any:
     base = importlib.import_module(f"{package}.callbacks").Callback
 
     class WorldCheck(base):  # type: ignore[misc, valid-type]
@@ -162,7 +187,7 @@ def _callbacks(package: str) -> list[Any]:
                     f'{world_size}; use Trainer(strategy="ddp", devices="auto", num_nodes=...)'
                 )
 
-    return [WorldCheck()]
+    return WorldCheck()
 
 
 def _adapt(package: str) -> None:

@@ -6,7 +6,6 @@ ddp-slurm submit --global-batch-size 112 --balance speeds.yaml -- python docs/re
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_slurm.training import BalancedSampler, init_distributed, no_sample_loss
@@ -22,8 +21,8 @@ with init_distributed() as world:
     sampler = BalancedSampler(data, shares, world.rank)
     loader = DataLoader(data, batch_sampler=sampler, collate_fn=sampler.collate)
 
-    model = DistributedDataParallel(line)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(line.parameters(), lr=0.5)
+    model = world.wrap(line, optimizer, shares)  # DDP, exchanging as --comm says
     seen = 0
     for epoch in range(15):
         sampler.set_epoch(epoch)
@@ -38,6 +37,7 @@ with init_distributed() as world:
                 loss = no_sample_loss(model)
             loss.backward()
             optimizer.step()
+    world.average()  # needed with --comm local:STEPS only: all ranks get the same parameters
     weight, bias = (p.item() for p in model.parameters())
     print(
         f"RESULT rank={world.rank} world={world.world_size} "

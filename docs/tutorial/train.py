@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_slurm.training import BalancedSampler, init_distributed
@@ -43,8 +42,8 @@ with init_distributed() as world:
     shares = world.shares(GLOBAL_BATCH, model, cross_entropy, data)
     sampler = BalancedSampler(data, shares, world.rank, drop_last=True)
     loader = DataLoader(data, batch_sampler=sampler)
-    ddp_model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ddp_model = world.wrap(model, optimizer, shares)
 
     computing = 0.0
     started = time.perf_counter()

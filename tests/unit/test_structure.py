@@ -49,8 +49,8 @@ SUBMITTING_SIDE = (
 RANKS_SIDE = {
     "run": EVERY_RANK,
     "torchrun_agent": EVERY_RANK,
-    "lightning": EVERY_RANK,
     "training": EVERY_RANK,
+    "lightning": (*EVERY_RANK, "training"),
     "examples": (*EVERY_RANK, "training"),
 }
 """What runs on the nodes, with the rooms that it may import."""

@@ -96,6 +96,11 @@ class LocalSteps:
             self._finish()
         self._check_steps()
 
+    @property
+    def is_averaged(self) -> bool:
+        """Whether all ranks have the same parameters."""
+        return self._pending is None and self.steps_since_sent == 0
+
     def state(self) -> dict[str, Any]:
         """After ``average``, for a snapshot: what all ranks have in common besides the model."""
         return {"velocity": self._velocity.cpu()}

@@ -13,8 +13,10 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_slurm.comm import Comm
+from ddp_slurm.comm import EXACT, Comm
 from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.job_env import JobEnv
+from ddp_slurm.rank_env import RankEnv, known
 from ddp_slurm.training.links.choice import LEAST_BYTES, Measured, arithmetic, choose, measure
 from ddp_slurm.training.links.exchange import Exchange
 from ddp_slurm.training.links.layout import Layout
@@ -71,6 +73,37 @@ def attach(
     elif exchange is not None and (exchange.two_levels or exchange.bf16):
         ddp.register_comm_hook(exchange, mean_over_ranks)
     return None  # without a hook: DDP's own all-reduce
+
+
+def attach_by_environment(ddp: DistributedDataParallel, device: torch.device) -> None:
+    """The same for the loop of a framework, which has no World and cannot take local steps.
+
+    Raises DdpSlurmError where the job asks for them.
+    """
+    comm = JobEnv.from_environ().comm or EXACT
+    if comm.kind == "local" or comm.allows == "local":
+        raise DdpSlurmError(
+            f"--comm {comm}: Lightning's loop cannot take local steps; take bf16 or auto:bf16, or "
+            "ddp_slurm's Trainer"
+        )
+    node_rank = known(RankEnv.from_environ().node_rank, "NODE_RANK")
+    node_ranks = [0] * dist.get_world_size()
+    dist.all_gather_object(node_ranks, node_rank)
+    attach(Links(Layout.of(node_ranks), device, comm), ddp)
+
+
+def warn_at_end(is_wrapped: bool, local_steps: Sequence[LocalSteps]) -> None:
+    """Print what a script has forgotten that ends well."""
+    comm = JobEnv.from_environ().comm
+    if comm is not None and not is_wrapped:
+        print(
+            f"warning: --comm {comm} had no effect: the script never called world.wrap", flush=True
+        )
+    if not all(local.is_averaged for local in local_steps):
+        print(
+            "warning: the ranks' parameters differ: call world.average() after the last step",
+            flush=True,
+        )
 
 
 def _needed_exchange(links: Links, total_bytes: int) -> Exchange | None:

@@ -1,5 +1,6 @@
 """What a rank starts when all have met: the watch for failures, its device, the process group."""
 
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -11,6 +12,16 @@ from ddp_slurm.training.process_group.facts import Arrival
 from ddp_slurm.training.process_group.failure import FailureWatch
 from ddp_slurm.training.process_group.peers import Peers
 from ddp_slurm.training.process_group.rendezvous import Meeting, connect, place_of
+
+
+@dataclass(frozen=True)
+class Membership:
+    """What this rank needs to leave its world."""
+
+    watch: FailureWatch | None
+    """None in a world of one rank."""
+    timeout_seconds: float
+    """The longest that any collective may take; rank 0 waits a little longer for a late rank."""
 
 
 def watch_for_failure(

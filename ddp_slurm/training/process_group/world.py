@@ -21,7 +21,7 @@ from ddp_slurm.job_env import MEASURED, JobEnv
 from ddp_slurm.rank_env import LaunchError, RankEnv
 from ddp_slurm.training.links.layout import Layout
 from ddp_slurm.training.links.local_steps import LocalSteps
-from ddp_slurm.training.links.wrap import Links, attach
+from ddp_slurm.training.links.wrap import Links, attach, warn_at_end
 from ddp_slurm.training.process_group.ending import print_errors_plainly
 from ddp_slurm.training.process_group.facts import (
     RankFacts,
@@ -29,7 +29,6 @@ from ddp_slurm.training.process_group.facts import (
     facts_from_dict,
     node_name,
 )
-from ddp_slurm.training.process_group.failure import FailureWatch
 from ddp_slurm.training.process_group.rendezvous import (
     Meeting,
     join_store,
@@ -37,6 +36,7 @@ from ddp_slurm.training.process_group.rendezvous import (
     meet,
 )
 from ddp_slurm.training.process_group.start_group import (
+    Membership,
     set_device,
     start_process_group,
     watch_for_failure,
@@ -49,16 +49,6 @@ from ddp_slurm.training.uneven.sample_batches import TrainingData, batch_reader
 
 _joined = False
 """Whether this process has been part of a world."""
-
-
-@dataclass(frozen=True)
-class Membership:
-    """What this rank needs to leave its world."""
-
-    watch: FailureWatch | None
-    """None in a world of one rank."""
-    timeout_seconds: float
-    """The longest that any collective may take; rank 0 waits a little longer for a late rank."""
 
 
 @dataclass
@@ -80,6 +70,7 @@ class World:
     _membership: Membership | None = field(default=None, repr=False)
     local_steps: list[LocalSteps] = field(default_factory=list, repr=False)
     """Of the models that ``wrap`` has given them."""
+    _is_wrapped: bool = field(default=False, repr=False)
 
     @property
     def rank(self) -> int:
@@ -152,6 +143,7 @@ class World:
         nothing else does. ``compute_seconds`` of a step, if known, lets ``--comm auto`` see what is
         hidden behind it.
         """
+        self._is_wrapped = True
         ddp = wrap_model(model, self.device)
         if self.world_size > 1:
             local = attach(self._links(), ddp, optimizer, shares, compute_seconds)
@@ -185,6 +177,8 @@ class World:
         membership, self._membership = self._membership, None
         if membership is None:
             return
+        if self.rank == 0 and self.world_size > 1:
+            warn_at_end(self._is_wrapped, self.local_steps)
         if membership.watch is not None:
             membership.watch.announce_leaving()
         if dist.is_initialized():

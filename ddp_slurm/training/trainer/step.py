@@ -46,8 +46,9 @@ class LossSum:
         self.samples = samples
 
 
-def _check_scaler(precision: Precision) -> None:
-    """fp16's loss scaler lets single ranks skip steps, and infinities stay in PowerSGD's memory."""
+def check_scaler(precision: Precision) -> None:
+    """Raises DdpSlurmError for fp16 with a ``--comm`` that it spoils: its loss scaler lets single
+    ranks skip steps, and infinities would stay in PowerSGD's memory."""
     comm = JobEnv.from_environ().comm
     if comm is None or not precision.grad_scaler().is_enabled():
         return
@@ -69,12 +70,9 @@ class OptimizerStep:
         loss: WeightedLoss,
         precision: Precision,
         config: TrainerConfig,
-        shares: Sequence[int],
     ) -> None:
+        """``model`` is wrapped by ``world.wrap``; in a world of one rank it need not be."""
         self.model = model
-        if world.world_size > 1:
-            _check_scaler(precision)
-            self.model = world.wrap(model, optimizer, shares)
         made = [local for local in world.local_steps if local.optimizer is optimizer]
         self.local_steps = made[-1] if made else None
         self.optimizer = optimizer

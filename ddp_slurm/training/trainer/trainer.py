@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_slurm.balance import BalanceError
+from ddp_slurm.comm import EXACT
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.job_env import MEASURED, JobEnv
 from ddp_slurm.training.data import DataError, Source, as_source
@@ -23,9 +24,9 @@ from ddp_slurm.training.trainer.progress import Progress
 from ddp_slurm.training.trainer.records import Records, open_recorder
 from ddp_slurm.training.trainer.report import print_rank_table, say
 from ddp_slurm.training.trainer.saver import Saver
-from ddp_slurm.training.trainer.step import OptimizerStep
+from ddp_slurm.training.trainer.step import OptimizerStep, check_scaler
 from ddp_slurm.training.uneven.batchnorm import BatchNormStatistics
-from ddp_slurm.training.uneven.calibrate import TrainingStep, measured_shares
+from ddp_slurm.training.uneven.calibrate import TrainingStep, measured_shares, slowest_step
 from ddp_slurm.training.uneven.gradients import LossFunction, find_ddp
 from ddp_slurm.training.uneven.sampler import BalancedSampler, seed_of
 from ddp_slurm.training.uneven.weighted_loss import WeightedLoss
@@ -95,8 +96,9 @@ class Trainer:
         self.precision = choose_precision(config.precision, world.ranks)
         self.sampler = self._make_sampler()
         self.batchnorm = BatchNormStatistics(model)
+        check_scaler(self.precision)
         self.optimizer_step = OptimizerStep(
-            world, model, optimizer, self.loss, self.precision, config, self.sampler.shares
+            world, self._wrapped(), optimizer, self.loss, self.precision, config
         )
         self.epoch, self.samples_done, self.step = 0, 0, 0
         self.records = Records(config.recorders)
@@ -180,14 +182,28 @@ class Trainer:
         config, world = self.config, self.world
         if JobEnv.from_environ().balance != MEASURED:
             return world.planned_shares(config.global_batch)
-        step = TrainingStep(
+        step = self._training_step()
+        return measured_shares(step, config.global_batch, world.control, config.micro_batch)
+
+    def _wrapped(self) -> nn.Module:
+        if self.world.world_size == 1:
+            return self.module
+        comm = JobEnv.from_environ().comm or EXACT
+        shares = self.sampler.shares
+        seconds = None
+        if comm.kind == "auto" and not comm.is_exact:
+            limit = self.config.micro_batch
+            seconds = slowest_step(self._training_step(), shares, self.world.control, limit)
+        return self.world.wrap(self.module, self.optimizer, shares, seconds)
+
+    def _training_step(self) -> TrainingStep:
+        return TrainingStep(
             self.module,
             self.loss.function,
             self._any_batch,
-            world.device,
+            self.world.device,
             self.precision.autocast,
         )
-        return measured_shares(step, config.global_batch, world.control, config.micro_batch)
 
     def _any_batch(self, samples: int) -> tuple[Tensor, Tensor]:
         order = torch.arange(samples) % len(self.train_data)

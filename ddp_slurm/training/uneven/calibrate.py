@@ -81,6 +81,21 @@ def measured_shares(
     return shares
 
 
+def slowest_step(
+    step: TrainingStep, shares: Sequence[int], control: dist.ProcessGroup, max_batch: int | None
+) -> float:
+    """Seconds of the slowest rank's forward and backward; the same number on every rank.
+
+    All ranks call it. Model, gradients and random state are afterwards as they were.
+    """
+    share = max(1, shares[dist.get_rank(control)])
+    limit = share if max_batch is None else min(share, max_batch)
+    alpha, beta = measure_cost(step, share, limit, control)
+    seconds = torch.tensor(alpha * -(-share // limit) + beta * share)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=control)
+    return seconds.item()
+
+
 def card_name(device: torch.device) -> str:
     """The GPU's model, or ``cpu``."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
