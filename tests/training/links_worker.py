@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_slurm.training import World, init_distributed, wrap_model
+from ddp_slurm.training.links import choice
 from ddp_slurm.training.links.exchange import Exchange
 from ddp_slurm.training.links.layout import Layout
 from ddp_slurm.training.links.local_steps import LocalConfig, LocalSteps
@@ -108,3 +109,46 @@ def die_between_averages(pipe: Connection) -> None:
             if (step, world.rank) == (6, 2):
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.step()
+
+
+def wrap_a_large_model(pipe: Connection) -> tuple[bool, bool]:
+    """Whether two levels won, and whether the gradient is right. The inside of a node is fast, the
+    rest slow."""
+    real = choice._seconds_of
+
+    def seconds_of(exchange: Exchange, size: int) -> float:
+        return real(exchange, size) / (5 if exchange.two_levels else 1)
+
+    choice._seconds_of = seconds_of
+    with init_distributed() as world:
+        network = nn.Linear(700, 400, bias=False)
+        hooks: list[Exchange] = []
+        register = DistributedDataParallel.register_comm_hook
+
+        def noted(ddp: DistributedDataParallel, state: Exchange, hook: Any) -> None:
+            hooks.append(state)
+            register(ddp, state, hook)
+
+        DistributedDataParallel.register_comm_hook = noted  # type: ignore[method-assign]
+        model = world.wrap(network)
+        model(torch.full((1, 700), float(world.rank))).sum().backward()
+        assert network.weight.grad is not None
+        mean = (world.world_size - 1) / 2
+        return hooks[0].two_levels, bool((network.weight.grad - mean).abs().max() < 1e-5)
+
+
+def forget_to_wrap(pipe: Connection) -> None:
+    with init_distributed():
+        pass
+
+
+def forget_to_average(pipe: Connection) -> None:
+    with init_distributed() as world:
+        model, optimizer = _local_world(world, 4)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+
+def wrap_without_optimizer(pipe: Connection) -> None:
+    with init_distributed() as world:
+        world.wrap(nn.Linear(2, 2))

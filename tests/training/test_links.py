@@ -1,15 +1,24 @@
 """Every way of exchanging gradients gives what it promises, on uneven nodes."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from .links_worker import summed_in_bf16, with_hook, wrapped
+from .links_worker import (
+    forget_to_average,
+    forget_to_wrap,
+    summed_in_bf16,
+    with_hook,
+    wrap_a_large_model,
+    wrap_without_optimizer,
+    wrapped,
+)
 from .test_parity import worst_error
 from .trainer_worker import relative_error
 from .workers import Case, train_alone
-from .worlds import run_world
+from .worlds import run_world, world
 
 TASKS = (4, 2, 1)
 SHARES = (18, 18, 18, 18, 36, 36, 72)
@@ -63,3 +72,28 @@ def test_powersgd_trains(tmp_path: Path) -> None:
     for outcome in found:
         assert outcome.losses[-1] < 1.2 * expected.losses[-1] + 0.01
         assert torch.equal(outcome.parameters, found[0].parameters)
+
+
+def test_two_levels_are_taken_where_they_are_faster(tmp_path: Path) -> None:
+    with world(tmp_path, (2, 1), wrap_a_large_model) as running:
+        assert running.results() == [(True, True)] * 3
+        line = running.log(0)
+        assert "comm: exact, in two levels: 2+1 ranks, 1.1 MB of gradients" in line
+        assert "in one level 1.33x, " in line
+
+
+@pytest.mark.parametrize(
+    ("function", "comm", "status", "words"),
+    [
+        (forget_to_wrap, "bf16", 0, "warning: --comm bf16 had no effect"),
+        (forget_to_average, "", 0, "warning: the ranks' parameters differ: call world.average()"),
+        (wrap_without_optimizer, "local:8", 2, "world.wrap(model, optimizer, shares)"),
+    ],
+)
+def test_what_a_script_forgets_is_reported(
+    tmp_path: Path, function: Callable[..., None], comm: str, status: int, words: str
+) -> None:
+    environ = {"DDP_SLURM_COMM": comm}
+    with world(tmp_path, (1, 1), function, environ=environ) as running:
+        assert running.wait() == [status] * 2
+        assert words in running.log(0)
