@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 from ddp_slurm.examples.cifar10 import MEAN, STD
 from ddp_slurm.examples.models import resnet18, small_resnet, to_channels_last
 from ddp_slurm.training import ResidentImages, Trainer, World, equal_shares, init_distributed
+from ddp_slurm.training.exchange import all_gather_values, broadcast_value
 from ddp_slurm.training.trainer.precision import choose_precision
 from ddp_slurm.training.uneven.calibrate import TrainingStep, measured_shares
 
@@ -81,9 +82,8 @@ def rate_together(
         log_every_steps=max(1, len(data) // sum(shares) // 5),  # a record waits for the GPU
     )
     trainer.train()
-    result = [statistics.median(rates[1:])] if rates else [0.0]
-    dist.broadcast_object_list(result, src=0, group=world.control)
-    return result[0]
+    result = statistics.median(rates[1:]) if rates else 0.0
+    return float(broadcast_value(result, world.control))
 
 
 def rate_alone(
@@ -147,9 +147,8 @@ def main() -> None:
         measured: list[tuple[float, float, float, float]] = []
         balanced: list[int] = []
         for _ in range(arguments.rounds):
-            own = [0.0] * world.world_size
             alone = rate_alone(world, model, data, batch, steps, arguments.precision)
-            dist.all_gather_object(own, alone, group=world.control)
+            own = all_gather_values(alone, world.control)
             balanced = measured_shares(step, global_batch, world.control)
             at_equal = rate_together(world, model, data, equal, arguments.precision)
             at_balanced = rate_together(world, model, data, balanced, arguments.precision)

@@ -312,6 +312,21 @@ _ddp_srun_reported_a_task() {
   grep -qE ': tasks? [0-9,-]+: ' < <(_ddp_srun_errors)
 }
 
+# --- The port --------------------------------------------------------------------------------
+
+# The first port from this job's own on at which nothing listens on this host, that of rank 0.
+# NUMBER: of the start within the job.
+_ddp_free_port() {
+  local offset=$(((SLURM_JOB_ID + $1) % 19000)) port
+  while :; do
+    port=$((10000 + offset))
+    # in hexadecimal, in state 0A: it listens
+    grep -qsE ":$(printf %04X "$port") [0-9A-F]+:0000 0A " /proc/net/tcp /proc/net/tcp6 || break
+    offset=$(((offset + 1) % 19000))
+  done
+  echo "$port"
+}
+
 # --- After the ranks have ended --------------------------------------------------------------
 
 _ddp_end() {
@@ -397,6 +412,11 @@ if [[ $_ddp_restarts -gt 3 ]]; then
 fi
 _ddp_wait_for_components
 
+# By this the ranks recognise each other when they meet. Made here, since Slurm keeps this file, and
+# before anything can switch on tracing.
+DDP_SLURM_TOKEN=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+export DDP_SLURM_TOKEN
+
 export PYTHONUNBUFFERED=1
 # As torchrun does: with a thread for every core of the node in each rank, the ranks wait for each
 # other.
@@ -412,6 +432,8 @@ export DDP_SLURM_REQUEUE_MARKER=$_ddp_marker
 
 _ddp_command=(python train.py 10 1 --data cifar10.npz)
 _ddp_first_ranks=(0 1 3) # of each component
+# torch's own env:// cannot go to another port when it finds this one taken.
+export MASTER_PORT="${MASTER_PORT:-$(_ddp_free_port 0)}"
 
 _ddp_start_ranks() {
   # srun takes the batch shell's own sizes, those of component 0, as the default of every segment:

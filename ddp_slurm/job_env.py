@@ -7,7 +7,7 @@ imports this.
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ddp_slurm.comm import Comm
 from ddp_slurm.errors import DdpSlurmError
@@ -20,6 +20,7 @@ SHARES = "DDP_SLURM_SHARES"
 BALANCE = "DDP_SLURM_BALANCE"
 COMM = "DDP_SLURM_COMM"
 REQUEUE_MARKER = "DDP_SLURM_REQUEUE_MARKER"
+TOKEN = "DDP_SLURM_TOKEN"
 
 MEASURED = "measured"
 """The value of BALANCE with which the ranks measure their speed."""
@@ -49,6 +50,9 @@ class JobEnv:
     requeue_marker: str | None = None
     """DDP_SLURM_REQUEUE_MARKER: path of the file that rank 0 creates after it stopped before the
     time limit with a good snapshot: the job script then requeues the job."""
+    token: str | None = field(default=None, repr=False)
+    """DDP_SLURM_TOKEN: 32 or more random hexadecimal digits, by which the ranks of a job recognise
+    each other when they meet. Made at the job's start, and kept in the environment alone."""
 
     def to_environ(self) -> dict[str, str]:
         """The variables of all fields that are not None."""
@@ -60,6 +64,7 @@ class JobEnv:
             BALANCE: self.balance,
             COMM: None if self.comm is None else str(self.comm),
             REQUEUE_MARKER: self.requeue_marker,
+            TOKEN: self.token,
         }
         return {name: value for name, value in values.items() if value is not None}
 
@@ -79,7 +84,13 @@ class JobEnv:
             balance=env.get(BALANCE),
             comm=_comm(env),
             requeue_marker=env.get(REQUEUE_MARKER),
+            token=_token(env),
         )
+
+
+def new_token() -> str:
+    """A token that nobody can guess: 128 random bits."""
+    return os.urandom(16).hex()
 
 
 def _number_text(number: int | None) -> str | None:
@@ -97,6 +108,13 @@ def _number(env: Mapping[str, str], name: str) -> int | None:
     if not re.fullmatch("[1-9][0-9]{0,8}", text):
         raise JobEnvError(f"{name}={text!r} is not a whole number >= 1")
     return int(text)
+
+
+def _token(env: Mapping[str, str]) -> str | None:
+    token = env.get(TOKEN)
+    if token is not None and not re.fullmatch("[0-9a-f]{32,}", token):
+        raise JobEnvError(f"{TOKEN} is not 32 or more digits of 0-9a-f; its value is secret")
+    return token
 
 
 def _counts(env: Mapping[str, str], name: str) -> tuple[int, ...] | None:

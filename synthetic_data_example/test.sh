@@ -220,6 +220,11 @@ if [[ ${SLURM_HET_SIZE:-0} -ne 3 ]]; then
   exit 2
 fi
 
+# By this the ranks recognise each other when they meet. Made here, since Slurm keeps this file, and
+# before anything can switch on tracing.
+DDP_SLURM_TOKEN=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+export DDP_SLURM_TOKEN
+
 export PYTHONUNBUFFERED=1
 # As torchrun does: with a thread for every core of the node in each rank, the ranks wait for each
 # other.
@@ -232,6 +237,8 @@ export DDP_SLURM_BALANCE=equal
 
 _ddp_command=(python train.py 5 1)
 _ddp_first_ranks=(0 1 3) # of each component
+# torch's own env:// cannot go to another port when it finds this one taken.
+export MASTER_PORT="${MASTER_PORT:-$(_ddp_free_port 0)}"
 
 _ddp_start_ranks() {
   # srun takes the batch shell's own sizes, those of component 0, as the default of every segment:

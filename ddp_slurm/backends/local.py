@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
+from ddp_slurm import job_env
 from ddp_slurm.backends.processes import Process, run_all
 from ddp_slurm.cluster.this_machine import visible_gpus
 from ddp_slurm.errors import DdpSlurmError
@@ -183,4 +184,5 @@ def run(plan: Plan) -> int:
     When one fails, and on a signal that ends this process, the others are stopped; nothing is left
     running.
     """
-    return run_all(list(step_processes(plan, os.environ)), "rank").status
+    environ = {**os.environ, job_env.TOKEN: job_env.new_token()}
+    return run_all(list(step_processes(plan, environ)), "rank").status

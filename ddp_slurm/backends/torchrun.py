@@ -14,6 +14,7 @@ from importlib.resources import files
 from ddp_slurm.backends.processes import HEARTBEAT_SECONDS, STOP_GRACE_SECONDS, Process, run_all
 from ddp_slurm.cluster import Cluster, Node
 from ddp_slurm.console import say
+from ddp_slurm.job_env import new_token
 from ddp_slurm.plan import Plan, make_plan
 from ddp_slurm.render.torchrun import NodeCommand, network_commands, render_torchrun
 from ddp_slurm.ssh.command import destination, is_local, ssh_argv
@@ -28,7 +29,8 @@ PROBE_SECONDS = 15.0
 def describe(plan: Plan) -> str:
     """The line to paste on each machine, for ``--dry-run``."""
     lines = [f"# once, for the containers' network, {line}\n" for line in network_commands(plan)]
-    for node, command in zip(plan.machines, _commands(plan, attempt=0), strict=True):
+    commands = _commands(plan, attempt=0, token=None)
+    for node, command in zip(plan.machines, commands, strict=True):
         lines.append(f"# on {node.name} ({destination(node)}):\n{command.line}\n")
     return "".join(lines)
 
@@ -73,14 +75,15 @@ def _holder_program() -> str:
     return files("ddp_slurm.backends").joinpath("hold_ranks.sh").read_text(encoding="utf-8")
 
 
-def _commands(plan: Plan, attempt: int) -> tuple[NodeCommand, ...]:
-    return render_torchrun(plan, os.getcwd(), sys.executable, attempt)
+def _commands(plan: Plan, attempt: int, token: str | None) -> tuple[NodeCommand, ...]:
+    return render_torchrun(plan, os.getcwd(), sys.executable, attempt, token)
 
 
 def _processes(plan: Plan, attempt: int) -> list[Process]:
     width = max(len(node.name) for node in plan.machines) + len("[] ")
     processes = []
-    for node, command in zip(plan.machines, _commands(plan, attempt), strict=True):
+    commands = _commands(plan, attempt, new_token())
+    for node, command in zip(plan.machines, commands, strict=True):
         label = f"[{node.name}]"
         process = Process(
             argv=_argv(node),

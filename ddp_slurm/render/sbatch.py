@@ -53,6 +53,9 @@ def render_sbatch(plan: Plan, runs_folder: Path | None = None) -> str:
         watches_first_component=bool(options.max_restarts and len(segments) > 1),
         signal_seconds=options.signal_seconds,
         requeue_marker=job_env.REQUEUE_MARKER,
+        token_name=job_env.TOKEN,
+        first_port=FIRST_PORT,
+        port_count=PORT_COUNT,
         **launcher_values,
     )
 
@@ -69,8 +72,6 @@ def _torchrun_values(plan: Plan) -> dict[str, object]:
         "agent": "ddp_slurm.torchrun_agent" if passes_signal_on else "torch.distributed.run",
         "interpreter": shell_words([plan.options.interpreter]),
         "rendezvous_seconds": RENDEZVOUS_SECONDS,
-        "first_port": FIRST_PORT,
-        "port_count": PORT_COUNT,
     }
 
 

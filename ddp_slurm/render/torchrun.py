@@ -10,6 +10,7 @@ from functools import cached_property
 from zlib import crc32
 
 from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.job_env import JobEnv
 from ddp_slurm.plan import Component, Plan
 from ddp_slurm.rank_env import FIRST_PORT, PORT_COUNT
 from ddp_slurm.render.containers import FOLDER_CHECK, apptainer_words, docker_words
@@ -44,6 +45,7 @@ class _Run:
     python: str
     """The interpreter where the options name none."""
     attempt: int
+    token: str | None
 
     @cached_property
     def id(self) -> int:
@@ -74,7 +76,7 @@ class _Run:
 
 
 def render_torchrun(
-    plan: Plan, folder: str, python: str, attempt: int = 0
+    plan: Plan, folder: str, python: str, attempt: int = 0, token: str | None = None
 ) -> tuple[NodeCommand, ...]:
     """One torchrun a node, all with one rendezvous.
 
@@ -82,14 +84,15 @@ def render_torchrun(
         folder: where the command runs, on every node.
         python: the interpreter where the options name none.
         attempt: how often the ranks were started before.
+        token: by which the ranks recognise each other; lines that are printed have none.
 
     Raises TorchrunError where the plan cannot run that way.
     """
     _check(plan)
-    run = _Run(plan, folder, python, attempt)
+    run = _Run(plan, folder, python, attempt, token)
     commands: list[NodeCommand] = []
     for component in plan.components:
-        environ = node_environ(plan, component)
+        environ = {**node_environ(plan, component), **JobEnv(token=token).to_environ()}
         for node in component.nodes:
             words = _torchrun_words(run, component, node_rank=len(commands))
             commands.append(_node_command(run, node, words, environ))

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.utils.data import TensorDataset
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.rank_env import LaunchError, RankEnv
 from ddp_slurm.training import init_distributed
+from ddp_slurm.training.exchange import all_gather_values, broadcast_value, gather_values
 from ddp_slurm.training.process_group import failure, peers, rendezvous
 from ddp_slurm.training.trainer.precision import Precision, choose_precision
 
@@ -230,6 +232,17 @@ def meet_and_leave_when_told(pipe: Connection) -> str:
         tell(pipe, "met")
         pipe.recv_bytes()
         return "left"
+
+
+def exchange_values(pipe: Connection) -> tuple[list[Any], list[Any], Any]:
+    """What a rank gets from all, what rank 0 gets, and what it gets from rank 0."""
+    with init_distributed() as world:
+        own = ["x" * 1000 * world.rank, world.rank]
+        return (
+            all_gather_values(own, world.control),
+            gather_values(own, world.control),
+            broadcast_value(own, world.control),
+        )
 
 
 def env_after_meeting(pipe: Connection) -> tuple[RankEnv, RankEnv]:

@@ -33,7 +33,7 @@ from .joining import (
     place,
     signalled_before_the_meeting,
 )
-from .worlds import PATIENCE_SECONDS, free_port, run_world, tell, world
+from .worlds import NO_TOKEN, PATIENCE_SECONDS, free_port, run_world, tell, world
 
 FACT = RankFacts(
     rank=0,
@@ -322,7 +322,8 @@ def test_missing_rank_0_and_a_taken_port_are_named(tmp_path: Path) -> None:
     assert "no answer from rank 0 at 127.0.0.1:" in text
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        [text] = run_world(tmp_path / "taken", (1,), join, 1.0, environ={"MASTER_PORT": port})
+        variables = {"MASTER_PORT": port, **NO_TOKEN}
+        [text] = run_world(tmp_path / "taken", (1,), join, 1.0, environ=variables)
     assert f"cannot listen on port {port}" in text
 
 
@@ -331,8 +332,9 @@ def test_second_job_on_a_port_leaves_the_first_alone(tmp_path: Path) -> None:
     first_job, second_job = ({**port, "TORCHELASTIC_RUN_ID": job} for job in ("1", "2"))
     with world(tmp_path / "first", (2,), meet_and_leave_when_told, environ=first_job) as first:
         assert [first.receive(rank) for rank in (0, 1)] == ["met", "met"]
-        found = run_world(tmp_path / "second", (2,), join, 1.0, environ=second_job)
+        found = run_world(tmp_path / "second", (2,), join, 1.0, environ={**second_job, **NO_TOKEN})
         assert "cannot listen on port" in found[0]
+        assert run_world(tmp_path / "third", (2,), join, environ=second_job) == ["met", "met"]
         for rank in (0, 1):
             tell(first.pipes[rank], "go")
         assert first.results() == ["left", "left"]

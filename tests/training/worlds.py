@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE_SECONDS = 90.0
+TOKEN = "0123456789abcdef" * 2
+NO_TOKEN = {"DDP_SLURM_TOKEN": ""}
+"""As with a launcher that knows nothing of this project."""
 
 server = multiprocessing.get_context("forkserver")
 server.set_forkserver_preload(
@@ -27,6 +30,7 @@ server.set_forkserver_preload(
         "ddp_slurm.training",
         "tests.training.workers",
         "tests.training.joining",
+        "tests.training.strangers",
     ]
 )
 
@@ -57,6 +61,7 @@ def rank_environments(tasks: Sequence[int]) -> list[dict[str, str]]:
                     "NODE_RANK": str(node),
                     "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": str(port),
+                    "DDP_SLURM_TOKEN": TOKEN,
                 }
             )
     return result

@@ -245,3 +245,15 @@ def test_the_formatter_is_never_switched_off() -> None:
     )
     off = re.compile("# fmt: ?" + "(off|skip)")
     assert not [name for name in listed.stdout.split() if off.search((ROOT / name).read_text())]
+
+
+def test_ranks_exchange_no_pickled_objects() -> None:
+    """Who reaches a rank's port could send one, and it would run as the job's owner."""
+    runs_code = re.compile(r"_object(_list)?$|^pickle\.loads?$|^(cloud)?pickle\.Unpickler$")
+    errors = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node.func)}"
+        for path, tree in sources().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and runs_code.search(ast.unparse(node.func))
+    ]
+    assert not errors

@@ -22,7 +22,15 @@ class Ending(NamedTuple):
     the failure and not of what followed from it, and what happened."""
 
     status: int
+    """1 to 255: ranks that end because of another one have failed, whatever it reports."""
     text: str
+
+    @classmethod
+    def reported(cls, status: object, text: object) -> "Ending":
+        """From the values of another rank's report."""
+        if isinstance(status, int) and 0 < status < 256:
+            return cls(status, str(text))
+        return cls(1, str(text))
 
 
 class Message(NamedTuple):
@@ -84,7 +92,7 @@ class Peers:
         key = _message_key(self.rank, self._received + 1)
         try:
             self.waiting_store.wait([key], FOREVER)
-            message = Message(*json.loads(self.waiting_store.get(key)))
+            message = _read_message(self.waiting_store.get(key), key)
         except RuntimeError:
             return Message("end", 1, self.rank_0_is_gone())
         self._received += 1
@@ -164,6 +172,24 @@ def send(store: Store, rank: int, message: Message) -> None:
     store.set(_message_key(rank, number), json.dumps(message))
 
 
+def _read_message(value: bytes, key: str) -> Message:
+    """Raises no error: a message that no rank has written ends the ranks, and names its key."""
+    try:
+        kind, status, text = json.loads(value)
+    except (TypeError, ValueError):
+        kind, status, text = "", 1, f"the value of {key!r} in rank 0's store is no message"
+    if kind in ("roll call", "left", "finished"):
+        return Message(kind, text=str(text))
+    return Message("end", *Ending.reported(status, text))
+
+
+def _read_ending(value: bytes) -> Ending:
+    try:
+        return Ending.reported(*json.loads(value))
+    except (TypeError, ValueError):
+        return Ending(1, "the value of 'first failure' in rank 0's store is no report")
+
+
 def _message_key(rank: int, number: int) -> str:
     return f"message/{rank}/{number}"
 
@@ -184,7 +210,7 @@ def read_first_failure(store: Store) -> Ending | None:
     """What ends the world, where a rank has reported it already."""
     if not store.check(["first failure"]):
         return None
-    return Ending(*json.loads(store.get("first failure")))
+    return _read_ending(store.get("first failure"))
 
 
 def report_failure(store: Store, rank: int, world_size: int, ending: Ending) -> Ending:
@@ -193,7 +219,7 @@ def report_failure(store: Store, rank: int, world_size: int, ending: Ending) -> 
     mine = json.dumps(ending)
     first = store.compare_set("first failure", "", mine).decode()
     if first != mine:
-        return Ending(*json.loads(first))
+        return _read_ending(first.encode())
     for other in range(world_size):
         if other != rank:
             send(store, other, Message("end", ending.status, ending.text))

@@ -5,13 +5,12 @@ same errors, before the first collective could hang.
 """
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.rank_env import LaunchError, RankEnv
@@ -27,6 +26,7 @@ from ddp_slurm.training.process_group.facts import (
 from ddp_slurm.training.process_group.failure import LATE_SECONDS, REPORT_SECONDS, FailureWatch
 from ddp_slurm.training.process_group.peers import Ending, Peers, left_key, report_failure, wait_for
 from ddp_slurm.training.process_group.startup_check import find_errors
+from ddp_slurm.training.process_group.store import connect, describe_token, open_store
 
 VERDICT_SECONDS = 30.0
 """Rank 0 waits for the others for so long less than they wait for it, so that its verdict on who is
@@ -61,20 +61,19 @@ def join_store(arrival: Arrival, seconds: float) -> Store:
     """Connect to rank 0's store, within ``seconds``; rank 0 opens it. Raises LaunchError."""
     env = arrival.env
     place = place_of(arrival)
-    torchrun_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serve = env.rank == 0 and not torchrun_serves
     try:
         with _deadline(arrival, seconds):
-            return connect(env, seconds, serve=serve)
-    except RuntimeError as error:
-        if serve:
+            return open_store(env, seconds, place) if env.rank == 0 else connect(env, seconds)
+    except (OSError, RuntimeError) as error:
+        if env.rank == 0:
             raise LaunchError(
                 f"{place}: cannot listen on port {env.master_port} ({error}); another job there? "
                 "Set MASTER_PORT to a free port"
             ) from error
         raise LaunchError(
             f"{place}: no answer from rank 0 at {_address(env)} within {seconds:.0f} s; did rank 0 "
-            f"start, and does a firewall let the port through? ({error})"
+            f"start, does a firewall let the port through, and does rank 0 have {describe_token()} "
+            f"({error})"
         ) from error
 
 
@@ -109,23 +108,6 @@ def _deadline(arrival: Arrival, seconds: float) -> Deadline:
 def place_of(arrival: Arrival) -> str:
     """``rank 3 on alpha``."""
     return f"rank {arrival.env.rank} on {arrival.node_name}"
-
-
-def connect(env: RankEnv, seconds: float, *, serve: bool = False) -> Store:
-    """A connection to rank 0's store. Raises RuntimeError without one within ``seconds``."""
-    store = TCPStore(
-        env.master_addr,
-        env.master_port,
-        is_master=serve,
-        timeout=timedelta(seconds=seconds),
-        wait_for_workers=False,
-    )
-    # A second job that was given the same port must not interfere; and torchrun keeps one store
-    # over its restarts. With RANK set by hand a world may span several Slurm jobs.
-    name = "TORCHELASTIC_RUN_ID" if "RANK" in os.environ else "SLURM_JOB_ID"
-    job = os.environ.get(name, "")
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"ddp_slurm/{job}/{restart}", store)
 
 
 def leave(watch: FailureWatch, timeout_seconds: float) -> None:

@@ -11,7 +11,8 @@ from ddp_slurm.rank_env import RankEnv
 from ddp_slurm.training.process_group.facts import Arrival
 from ddp_slurm.training.process_group.failure import FailureWatch
 from ddp_slurm.training.process_group.peers import Peers
-from ddp_slurm.training.process_group.rendezvous import Meeting, connect, place_of
+from ddp_slurm.training.process_group.rendezvous import Meeting, place_of
+from ddp_slurm.training.process_group.store import connect
 
 
 @dataclass(frozen=True)

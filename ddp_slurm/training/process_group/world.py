@@ -19,6 +19,7 @@ from ddp_slurm.balance import planned_shares
 from ddp_slurm.comm import EXACT
 from ddp_slurm.job_env import MEASURED, JobEnv
 from ddp_slurm.rank_env import LaunchError, RankEnv
+from ddp_slurm.training.exchange import broadcast_value
 from ddp_slurm.training.links.layout import Layout
 from ddp_slurm.training.links.local_steps import LocalSteps
 from ddp_slurm.training.links.wrap import Links, attach, warn_at_end
@@ -286,6 +287,5 @@ def _check_joins_once(env: RankEnv) -> None:
 
 def _share_facts(meeting: Meeting, control: dist.ProcessGroup) -> list[RankFacts]:
     # By broadcast and not through the store, which would send it from one socket to each rank.
-    message = [[asdict(fact) for fact in meeting.facts]]
-    dist.broadcast_object_list(message, src=0, group=control)
-    return [facts_from_dict(values) for values in message[0]]
+    rows = broadcast_value([asdict(fact) for fact in meeting.facts], control)
+    return [facts_from_dict(values) for values in rows]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
+from ddp_slurm.training.exchange import gather_values
 from ddp_slurm.training.random_state import random_state, set_random_state
 from ddp_slurm.training.snapshot import SnapshotError
 
@@ -33,10 +33,7 @@ def run_state(trainer: Trainer) -> dict[str, Any]:
     }
     if local_steps is not None:
         own["optimizer"] = _on_cpu(trainer.optimizer.state_dict())
-    rows: list[dict[str, Any] | None] | None = None
-    if world.rank == 0:
-        rows = [None] * world.world_size
-    dist.gather_object(own, rows, dst=0, group=world.control)
+    rows = gather_values(own, world.control)
     scheduler = trainer.scheduler
     return {
         "epoch": trainer.epoch,

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from ddp_slurm.job_env import JobEnv
+from ddp_slurm.training.exchange import broadcast_value
 from ddp_slurm.training.snapshot import SnapshotError
 from ddp_slurm.training.trainer.report import say
 from ddp_slurm.training.trainer.run_state import load_run_state, run_state
@@ -72,15 +71,15 @@ class Saver:
         self._on_rank_0(lambda: snapshot.save(state))
 
     def _on_rank_0(self, action: Callable[[], None]) -> None:
-        errors: list[str | None] = [None]
+        message = None
         if self.trainer.world.rank == 0:
             try:
                 action()
             except SnapshotError as error:
-                errors = [str(error)]
-        dist.broadcast_object_list(errors, src=0, group=self.trainer.world.control)
-        if errors[0] is not None:
-            raise SnapshotError(errors[0])
+                message = str(error)
+        message = broadcast_value(message, self.trainer.world.control)
+        if message is not None:
+            raise SnapshotError(message)
 
 
 def _warn_if_not_requeued() -> None:

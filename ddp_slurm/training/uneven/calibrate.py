@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_slurm.balance import equal_shares, split_batch
+from ddp_slurm.training.exchange import all_gather_values
 from ddp_slurm.training.random_state import random_state, set_random_state
 
 SWEEPS = 3
@@ -65,8 +66,7 @@ def measured_shares(
             the memory. None has no limit.
     """
     world_size = dist.get_world_size(control)
-    cards: list[str] = [""] * world_size
-    dist.all_gather_object(cards, card_name(step.device), group=control)
+    cards = all_gather_values(card_name(step.device), control)
     shares = equal_shares(global_batch, world_size)
     limit = global_batch if max_batch is None else max_batch
     # Twice, the second time around the shares of the first: a line fits best where it was measured.
@@ -74,9 +74,8 @@ def measured_shares(
         own_share = shares[dist.get_rank(control)]
         share = max(2, own_share, global_batch // (4 * world_size))
         cost = measure_cost(step, share, limit, control)
-        costs: list[Cost] = [(0.0, 0.0)] * world_size
-        dist.all_gather_object(costs, cost, group=control)
-        costs = alike_made_equal(costs, cards, global_batch / world_size)
+        measured: list[Cost] = [(alpha, beta) for alpha, beta in all_gather_values(cost, control)]
+        costs = alike_made_equal(measured, cards, global_batch / world_size)
         shares = split_batch(global_batch, costs)
     return shares
 

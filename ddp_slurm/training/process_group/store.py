@@ -1,0 +1,66 @@
+"""Rank 0's store: with a token only this job's processes reach it, without one everybody who
+reaches the port."""
+
+import os
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from ddp_slurm import job_env
+from ddp_slurm.job_env import JobEnv
+from ddp_slurm.rank_env import RankEnv
+from ddp_slurm.training.process_group.sealed import Secret
+from ddp_slurm.training.process_group.token_store import connect_to_store, serve_store
+
+
+def open_store(env: RankEnv, seconds: float, place: str) -> Store:
+    """On rank 0, ``place`` in messages: open the store and connect to it, as ``connect`` does.
+
+    Raises OSError or RuntimeError where no port is free.
+    """
+    secret = _secret()
+    if secret is not None:
+        serve_store(env, secret, place)
+        return connect_to_store(env, secret, seconds)
+    torchrun_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return _open_store(env, seconds, serve=not torchrun_serves)
+
+
+def connect(env: RankEnv, seconds: float) -> Store:
+    """A connection to rank 0's store. Raises RuntimeError without one within ``seconds``."""
+    secret = _secret()
+    if secret is not None:
+        return connect_to_store(env, secret, seconds)
+    return _open_store(env, seconds, serve=False)
+
+
+def describe_token() -> str:
+    """What this rank has, and rank 0 must have, as the end of a question."""
+    if _secret() is None:
+        return f"no {job_env.TOKEN}, as this rank?"
+    return f"this rank's {job_env.TOKEN}?"
+
+
+def _secret() -> Secret | None:
+    token = JobEnv.from_environ().token
+    return None if token is None else Secret(token, _world_name())
+
+
+def _world_name() -> str:
+    """A second job that was given the same port must not interfere; and torchrun keeps one store,
+    and its token, over its restarts. With RANK set by hand a world may span several Slurm jobs."""
+    name = "TORCHELASTIC_RUN_ID" if "RANK" in os.environ else "SLURM_JOB_ID"
+    job = os.environ.get(name, "")
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"ddp_slurm/{job}/{restart}"
+
+
+def _open_store(env: RankEnv, seconds: float, *, serve: bool) -> Store:
+    store = TCPStore(
+        env.master_addr,
+        env.master_port,
+        is_master=serve,
+        timeout=timedelta(seconds=seconds),
+        wait_for_workers=False,
+    )
+    return PrefixStore(_world_name(), store)

@@ -1,0 +1,189 @@
+"""A store for torch whose server and clients prove to each other that they know the job's token."""
+
+import errno
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from ddp_slurm.rank_env import FIRST_PORT, PORT_COUNT, RankEnv
+from ddp_slurm.training.process_group.ending import print_last
+from ddp_slurm.training.process_group.sealed import ClientSide, Secret
+from ddp_slurm.training.process_group.startup_check import is_loopback
+from ddp_slurm.training.process_group.store_server import StoreServer
+from ddp_slurm.training.process_group.values import LATE
+
+PORTS = 8
+"""Ports that rank 0 tries, and the others after it."""
+ATTEMPT_SECONDS = 3.0
+"""How long a rank waits for one port's answer before it tries the next."""
+MOST_PAUSE_SECONDS = 0.5
+BACKLOG = 1024
+
+_kept: list[Store] = []
+"""torch's C++ side does not keep the Python object whose methods it calls."""
+
+
+class TokenStore(Store):
+    """One connection to rank 0's store; a blocking wait holds it.
+
+    Raises dist.DistNetworkError where rank 0 is gone, dist.DistStoreError for a key that did not
+    appear in time: RuntimeErrors both.
+    """
+
+    def __init__(self, address: str, port: int, secret: Secret, client: ClientSide) -> None:
+        super().__init__()
+        self.port = port
+        self._place = (address, port, secret)
+        self._client = client
+        self._lock = threading.Lock()
+        _kept.append(self)
+
+    def clone(self) -> "TokenStore":
+        """A second connection."""
+        address, port, secret = self._place
+        return TokenStore(address, port, secret, _greet(address, port, secret))
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask("set", key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._ask("get", self._limit(None), key)
+
+    def add(self, key: str, number: int) -> int:
+        return int(self._ask("add", key, str(number)))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._ask("check", *keys))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._ask("wait", self._limit(timeout), *keys)
+
+    def compare_set(self, key: str, expected: str | bytes, wanted: str | bytes) -> bytes:
+        return self._ask("compare_set", key, expected, wanted)
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask("delete", key))
+
+    def num_keys(self) -> int:
+        return int(self._ask("count"))
+
+    def _limit(self, timeout: timedelta | None) -> str:
+        limit: timedelta = timeout or self.timeout  # type: ignore[attr-defined]
+        return str(limit.total_seconds())
+
+    def _ask(self, *fields: str | bytes) -> bytes:
+        request = [field.encode() if isinstance(field, str) else field for field in fields]
+        with self._lock:
+            try:
+                state, *answer = self._client.ask(*request)
+            except OSError as error:
+                raise dist.DistNetworkError(
+                    f"the connection to rank 0's store is gone: {error}"
+                ) from error
+            except BaseException:
+                self._client.close()  # what comes next would be this request's answer
+                raise
+        if state == LATE:
+            missing = ", ".join(key.decode(errors="replace") for key in answer)
+            raise dist.DistStoreError(f"timed out: no value of {missing} in rank 0's store")
+        return answer[0]
+
+
+def ports_of(env: RankEnv, secret: Secret) -> list[int]:
+    """The port of the environment, and those that all ranks try where it is taken.
+
+    Nobody else can know the latter: they follow from the token. torchrun's agent keeps a store of
+    its own on the first.
+    """
+    is_taken_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    ports = [] if is_taken_by_torchrun else [env.master_port]
+    for number in range(1, PORTS):
+        code = secret.code(b"port %d" % number)
+        ports.append(FIRST_PORT + int.from_bytes(code[:8], "big") % PORT_COUNT)
+    return ports
+
+
+def serve_store(env: RankEnv, secret: Secret, place: str) -> None:
+    """On rank 0: open the store on the first of its ports that is free.
+
+    ``place`` names this rank in messages. Raises OSError where none is free.
+    """
+    ports = ports_of(env, secret)
+    for port in ports:
+        try:
+            listeners = listen(env.master_addr, port)
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES) or port == ports[-1]:
+                raise
+            continue
+        if port != ports[0]:
+            print_last(f"note: {place}: port {ports[0]} is taken; the ranks meet at {port}")
+        StoreServer(listeners, secret, lambda text: print_last(f"note: {place} {text}")).start()
+        return
+
+
+def listen(address: str, port: int) -> list[socket.socket]:
+    """Sockets that listen at this host's own addresses among those of ``address``.
+
+    At all of this host's addresses where there are none, or where its name stands for the loopback
+    here, as Ubuntu writes it into /etc/hosts. Raises OSError.
+    """
+    found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    places = list(dict.fromkeys((family, place) for family, _, _, _, place in found))
+    # The same name stands for another address on the other hosts.
+    is_mixed = address != "localhost" and not is_loopback(address)
+    listeners: list[socket.socket] = []
+    for family, place in places:
+        if is_mixed and is_loopback(str(place[0])):
+            continue
+        try:
+            listeners.append(socket.create_server(place, family=family, backlog=BACKLOG))
+        except OSError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                for listener in listeners:
+                    listener.close()
+                raise
+    return listeners or [_listen_everywhere(port)]
+
+
+def _listen_everywhere(port: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True
+        )
+    return socket.create_server(("", port), backlog=BACKLOG)
+
+
+def connect_to_store(env: RankEnv, secret: Secret, seconds: float) -> TokenStore:
+    """A connection to rank 0's store. Raises dist.DistNetworkError without one in time."""
+    deadline = time.monotonic() + seconds
+    errors: dict[int, OSError] = {}
+    pause = 0.02
+    while True:
+        for port in ports_of(env, secret):
+            try:
+                client = _greet(env.master_addr, port, secret)
+                return TokenStore(env.master_addr, port, secret, client)
+            except OSError as error:
+                errors[port] = error
+        if time.monotonic() + pause > deadline:
+            reasons = "; ".join(f"port {port}: {error}" for port, error in errors.items())
+            raise dist.DistNetworkError(reasons)
+        time.sleep(pause)
+        pause = min(2 * pause, MOST_PAUSE_SECONDS)
+
+
+def _greet(address: str, port: int, secret: Secret) -> ClientSide:
+    connection = socket.create_connection((address, port), ATTEMPT_SECONDS)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return ClientSide(connection, secret, ATTEMPT_SECONDS)
+    except OSError:
+        connection.close()
+        raise
