@@ -1,8 +1,11 @@
 """What the job script does, run with stubs for srun and Slurm's clients."""
 
+import socket
 from pathlib import Path
 
 import pytest
+
+from ddp_slurm.job_env import JobEnv
 
 from .conftest import Stub
 from .fake_slurm import FakeSlurm, MakeScript
@@ -123,3 +126,61 @@ def test_tasks_of_srun_are_reported_as_ranks(
         "job script: rank 0 on gamma: Killed",
         "job script: ranks 1-2 on beta: Terminated",
     ]
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_each_start_has_a_token_of_its_own(
+    launcher: str, script: MakeScript, tmp_path: Path, stub: Stub
+) -> None:
+    stub("srun", RECORD)
+    job = script(launcher=launcher, setup=["set -x"])
+    tokens = set()
+    for _ in range(2):
+        assert job.run(RECORD=str(tmp_path / "argv"), SLURMD_NODENAME="gamma") == 0, job.log
+        env = dict(
+            item.partition("=")[::2] for item in (tmp_path / "argv.env").read_text().split("\0")
+        )
+        token = JobEnv.from_environ(env).token
+        assert token
+        for text in (job.text, job.log, (tmp_path / "argv").read_text()):
+            assert token not in text
+        tokens.add(token)
+    assert len(tokens) == 2
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_port_that_is_taken_is_passed_over(
+    launcher: str, family: socket.AddressFamily, script: MakeScript, tmp_path: Path, stub: Stub
+) -> None:
+    stub("srun", f'{RECORD}; echo "MASTER_PORT=$MASTER_PORT"')
+    taken = free_port_of_a_job(family)
+    with taken:
+        port = taken.getsockname()[1]
+        job = script(launcher=launcher)
+        environ = {"SLURM_JOB_ID": str(19000 + port - 10000), "SLURMD_NODENAME": "gamma"}
+        assert job.run(RECORD=str(tmp_path / "argv"), **environ) == 0, job.log
+        argv = (tmp_path / "argv").read_text().split("\0")
+        env = (tmp_path / "argv.env").read_text().split("\0")
+    ports = [word.partition("=")[2] for word in argv if word.startswith("--master-port=")]
+    ports += [line.partition("=")[2] for line in env if line.startswith("MASTER_PORT=")]
+    assert ports
+    assert all(port < int(found) < port + 100 for found in ports)
+
+
+def free_port_of_a_job(family: socket.AddressFamily) -> socket.socket:
+    """Something that listens at a port of those that jobs have."""
+    host = "127.0.0.1" if family == socket.AF_INET else "::1"
+    for port in range(28_000, 10_000, -7):
+        try:
+            return socket.create_server((host, port), family=family)
+        except OSError:
+            continue
+    raise AssertionError("all ports are taken")
+
+
+def test_port_of_the_user_wins(script: MakeScript, tmp_path: Path, stub: Stub) -> None:
+    stub("srun", RECORD)
+    job = script(env=["MASTER_PORT=12345"])
+    assert job.run(RECORD=str(tmp_path / "argv")) == 0, job.log
+    assert "MASTER_PORT=12345" in (tmp_path / "argv.env").read_text().split("\0")

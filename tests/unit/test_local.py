@@ -22,7 +22,8 @@ from dataclasses import asdict
 from ddp_slurm.rank_env import RankEnv
 print(json.dumps({**asdict(RankEnv.from_environ()), "node": os.environ["SLURMD_NODENAME"],
                   "devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
-                  "argv": sys.argv[1:], "a": os.environ.get("A")}))
+                  "argv": sys.argv[1:], "a": os.environ.get("A"),
+                  "token": os.environ["DDP_SLURM_TOKEN"]}))
 """
 
 
@@ -45,7 +46,12 @@ def test_seven_ranks_as_under_slurm(uneven: Path, submit: Command, tmp_path: Pat
         "report.py",
         "it's",
         "$(id)",
-        env={"SLURM_JOB_ID": "9", "SLURM_PROCID": "3", "RANK_IS_NOT_SET": "1"},
+        env={
+            "SLURM_JOB_ID": "9",
+            "SLURM_PROCID": "3",
+            "RANK_IS_NOT_SET": "1",
+            "DDP_SLURM_TOKEN": "0" * 32,  # of a job that this shell runs in
+        },
     )
     found = reports(done)
     assert [
@@ -62,6 +68,8 @@ def test_seven_ranks_as_under_slurm(uneven: Path, submit: Command, tmp_path: Pat
     ]
     assert {(r["world_size"], r["master_addr"], r["a"]) for r in found} == {(7, "127.0.0.1", "x y")}
     assert len({r["master_port"] for r in found}) == 1
+    [token] = {str(r["token"]) for r in found}
+    assert len(token.strip("0")) > 20
     assert found[0]["argv"] == ["it's", "$(id)"]
     labels = sorted(line.split("]")[0] for line in done.stdout.splitlines())
     assert labels == [

@@ -182,6 +182,16 @@ def test_secrets_are_not_arguments(tmp_path: Path) -> None:
     assert "s3cret" not in render_torchrun(plan, "/", "python3")[0].line.partition(" exec ")[2]
 
 
+def test_every_node_gets_the_token_and_no_argument_has_it() -> None:
+    processes = backend._processes(plan_of(container="docker:image"), 0)
+    texts = [str(process.lifeline) for process in processes]
+    [token] = {found for text in texts for found in re.findall("DDP_SLURM_TOKEN=([0-9a-f]+)", text)}
+    assert len(token) == 32
+    assert all(text.count(token) == 1 and "--env=DDP_SLURM_TOKEN " in text for text in texts)
+    assert not any(token in word for process in processes for word in process.argv)
+    assert "DDP_SLURM_TOKEN" not in backend.describe(plan_of())
+
+
 def test_hold_ranks_passes_shellcheck() -> None:
     shellcheck = shutil.which("shellcheck")
     if shellcheck is None:

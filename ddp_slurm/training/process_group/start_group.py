@@ -12,7 +12,7 @@ from ddp_slurm.training.process_group.facts import Arrival
 from ddp_slurm.training.process_group.failure import FailureWatch
 from ddp_slurm.training.process_group.peers import Peers
 from ddp_slurm.training.process_group.rendezvous import Meeting, place_of
-from ddp_slurm.training.process_group.store import connect
+from ddp_slurm.training.process_group.store import connect_again
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def watch_for_failure(
     places = [f"rank {rank}" for rank in range(env.world_size)]
     places[0] = f"rank 0 on {env.master_addr}"
     places[env.rank] = place_of(arrival)
-    waiting_store = connect(env, rendezvous_seconds)
+    waiting_store = connect_again(meeting.store, env, rendezvous_seconds)
     watch = FailureWatch(Peers(env.rank, places, meeting.store, waiting_store), timeout_seconds)
     watch.start()
     return watch

@@ -10,7 +10,7 @@ from ddp_slurm import job_env
 from ddp_slurm.job_env import JobEnv
 from ddp_slurm.rank_env import RankEnv
 from ddp_slurm.training.process_group.sealed import Secret
-from ddp_slurm.training.process_group.token_store import connect_to_store, serve_store
+from ddp_slurm.training.process_group.token_store import TokenStore, ports_of, serve_store
 
 
 def open_store(env: RankEnv, seconds: float, place: str) -> Store:
@@ -21,7 +21,7 @@ def open_store(env: RankEnv, seconds: float, place: str) -> Store:
     secret = _secret()
     if secret is not None:
         serve_store(env, secret, place)
-        return connect_to_store(env, secret, seconds)
+        return connect(env, seconds)
     torchrun_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return _open_store(env, seconds, serve=not torchrun_serves)
 
@@ -30,8 +30,13 @@ def connect(env: RankEnv, seconds: float) -> Store:
     """A connection to rank 0's store. Raises RuntimeError without one within ``seconds``."""
     secret = _secret()
     if secret is not None:
-        return connect_to_store(env, secret, seconds)
+        return TokenStore(env.master_addr, ports_of(env, secret), secret, seconds)
     return _open_store(env, seconds, serve=False)
+
+
+def connect_again(store: Store, env: RankEnv, seconds: float) -> Store:
+    """A second connection to the same store as ``store``. Raises RuntimeError as ``connect``."""
+    return store.clone() if isinstance(store, TokenStore) else connect(env, seconds)
 
 
 def describe_token() -> str:

@@ -20,7 +20,7 @@ from ddp_slurm.training.process_group.values import LATE
 
 PORTS = 8
 """Ports that rank 0 tries, and the others after it."""
-ATTEMPT_SECONDS = 3.0
+ATTEMPT_SECONDS = 5.0
 """How long a rank waits for one port's answer before it tries the next."""
 MOST_PAUSE_SECONDS = 0.5
 BACKLOG = 1024
@@ -36,18 +36,19 @@ class TokenStore(Store):
     appear in time: RuntimeErrors both.
     """
 
-    def __init__(self, address: str, port: int, secret: Secret, client: ClientSide) -> None:
+    def __init__(self, address: str, ports: Sequence[int], secret: Secret, seconds: float) -> None:
+        """Connects, within ``seconds``, to the first of the ports where rank 0 is."""
         super().__init__()
-        self.port = port
-        self._place = (address, port, secret)
-        self._client = client
+        self._address = address
+        self._secret = secret
+        self._seconds = seconds
+        self._client, self._port = _connect(address, ports, secret, seconds)
         self._lock = threading.Lock()
         _kept.append(self)
 
     def clone(self) -> "TokenStore":
         """A second connection."""
-        address, port, secret = self._place
-        return TokenStore(address, port, secret, _greet(address, port, secret))
+        return TokenStore(self._address, [self._port], self._secret, self._seconds)
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask("set", key, value)
@@ -160,16 +161,17 @@ def _listen_everywhere(port: int) -> socket.socket:
     return socket.create_server(("", port), backlog=BACKLOG)
 
 
-def connect_to_store(env: RankEnv, secret: Secret, seconds: float) -> TokenStore:
-    """A connection to rank 0's store. Raises dist.DistNetworkError without one in time."""
+def _connect(
+    address: str, ports: Sequence[int], secret: Secret, seconds: float
+) -> tuple[ClientSide, int]:
+    """A connection, and its port. Raises dist.DistNetworkError without one in time."""
     deadline = time.monotonic() + seconds
     errors: dict[int, OSError] = {}
     pause = 0.02
     while True:
-        for port in ports_of(env, secret):
+        for port in ports:
             try:
-                client = _greet(env.master_addr, port, secret)
-                return TokenStore(env.master_addr, port, secret, client)
+                return _greet(address, port, secret), port
             except OSError as error:
                 errors[port] = error
         if time.monotonic() + pause > deadline:
