@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.training.exchange import all_gather_values
 from ddp_slurm.training.process_group import World, init_distributed
 
 COMPUTES = " computes"
@@ -33,8 +34,7 @@ def main() -> int:
 
 def prove(world: World) -> int:
     """Compute on every rank's device, reduce over all; rank 0 prints. Returns the exit status."""
-    lines: list[str] = [""] * world.world_size
-    dist.all_gather_object(lines, _compute(world.device), group=world.control)
+    lines: list[str] = all_gather_values(_compute(world.device), world.control)
     for fact, line in zip(world.ranks, lines, strict=True):
         _print(world, f"{fact.place}: {line}")
     failed = [line for line in lines if not line.endswith(COMPUTES)]

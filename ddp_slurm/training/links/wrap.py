@@ -87,9 +87,10 @@ def attach_by_environment(ddp: DistributedDataParallel, device: torch.device) ->
             "ddp_slurm's Trainer"
         )
     node_rank = known(RankEnv.from_environ().node_rank, "NODE_RANK")
-    node_ranks = [0] * dist.get_world_size()
-    dist.all_gather_object(node_ranks, node_rank)
-    attach(Links(Layout.of(node_ranks), device, comm), ddp)
+    own = torch.tensor([node_rank], device=device)
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, own)
+    attach(Links(Layout.of([int(row) for row in rows]), device, comm), ddp)
 
 
 def warn_at_end(is_wrapped: bool, local_steps: Sequence[LocalSteps]) -> None:
