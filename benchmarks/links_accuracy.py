@@ -1,114 +1,127 @@
-"""Final accuracy on CIFAR-10 with each way of exchanging gradients (``--comm``), over some seeds.
+"""What the ways of exchanging gradients cost in accuracy: ResNet-18 on CIFAR-10, several seeds.
 
-    # on each node N of two; what is rounded to bf16 is what crosses from one to the other
-    torchrun --nnodes 2 --node-rank N --nproc-per-node 1 --master-addr HOST \\
-      benchmarks/links_accuracy.py DATA [--ways exact,local:8] [--seeds 3]
+    torchrun --nproc-per-node 2 benchmarks/links_accuracy.py DATA.npz --json accuracy.json
+    # other local steps: outer learning rate and momentum, each average used at once
+    torchrun --nproc-per-node 2 benchmarks/links_accuracy.py DATA.npz --ways local:32 \\
+        --outer 0.7,0.9 --delay 0
 
-Same data, global batch, epochs and learning rates for all. All ways of one seed run before the
-next seed, in one process; with ``--limit`` no run begins that would probably not end in time. DATA
-is as for the example: an .npz archive or torchvision's folder.
+DATA is an .npz archive or the folder of torchvision's CIFAR10. All ways have the same global batch,
+epochs and seeds. Each rank counts as a node, so that bf16 has a link to cross; the links are as
+fast as this host, since only the accuracy is looked at. ``--limit-seconds`` leaves out what is not
+reached.
 """
 
 import argparse
+import functools
+import json
 import os
 import statistics
 import time
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ddp_slurm.console import table
 from ddp_slurm.examples.cifar10 import MEAN, STD, load_cifar10
 from ddp_slurm.examples.models import resnet18, small_resnet, to_channels_last
-from ddp_slurm.job_env import COMM
 from ddp_slurm.training import ResidentImages, Trainer, World, init_distributed
+from ddp_slurm.training.links import wrap
+from ddp_slurm.training.links.local_steps import LocalConfig
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
 )
-parser.add_argument("data", help="folder or .npz archive of CIFAR-10")
+parser.add_argument("data")
 parser.add_argument("--ways", default="exact,bf16,powersgd,local:8,local:32")
 parser.add_argument("--seeds", type=int, default=5)
-parser.add_argument("--epochs", type=int, default=8)
-parser.add_argument("--global-batch-size", type=int, default=512)
-parser.add_argument("--images", type=int, help="only the first N of each split")
-parser.add_argument("--limit", type=float, help="seconds for all runs; default: none")
+parser.add_argument("--epochs", type=int, default=20)
+parser.add_argument("--global-batch-size", type=int, default=1024)
+parser.add_argument("--lr", type=float, default=0.4, help="at its highest")
+parser.add_argument("--outer", help="learning rate and momentum of local steps, as 0.7,0.9")
+parser.add_argument("--delay", type=int, help="steps from an average's start to its use")
+parser.add_argument("--small", action="store_true", help="a small network")
+parser.add_argument("--limit", type=int, help="only the first N images of each split")
+parser.add_argument("--limit-seconds", type=float, default=570.0)
+parser.add_argument("--json", type=Path)
 
 
-class Data:
-    """CIFAR-10 on the rank's device."""
-
-    def __init__(self, path: str, images: int | None, device: torch.device) -> None:
-        train_images, train_labels, test_images, test_labels = load_cifar10(path, images)
-        self.train = ResidentImages(
-            train_images, train_labels, device, mean=MEAN, std=STD, augment=True
-        )
-        self.test = ResidentImages(test_images, test_labels, device, mean=MEAN, std=STD)
-
-
-def accuracy(world: World, data: Data, way: str, seed: int, options: argparse.Namespace) -> float:
-    """Of the test images after the training, in percent."""
-    os.environ[COMM] = way
+def accuracy(
+    world: World,
+    data: tuple[Tensor, Tensor, Tensor, Tensor],
+    seed: int,
+    options: argparse.Namespace,
+) -> float:
+    """Percent of the test images, after one training."""
+    images, labels, test_images, test_labels = data
     torch.manual_seed(seed)
-    on_gpu = world.device.type == "cuda"
-    model = to_channels_last(resnet18() if on_gpu else small_resnet()).to(world.device)
+    network = small_resnet() if options.small else resnet18()
+    model = to_channels_last(network).to(world.device)
     optimizer = torch.optim.SGD(
-        model.parameters(), lr=0.2, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=on_gpu
+        model.parameters(), lr=options.lr, momentum=0.9, nesterov=True, weight_decay=5e-4
     )
-    data.train.seed = seed
     trainer = Trainer(
         world,
         model,
         optimizer,
         cross_entropy,
-        data.train,  # no evaluation before the end: it would be an average more for local steps
+        ResidentImages(images, labels, world.device, mean=MEAN, std=STD, augment=True, seed=seed),
         global_batch=options.global_batch_size,
         total_epochs=options.epochs,
         seed=seed,
         quiet=True,
     )
-    trainer.scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(0.1 + 4.5 * trainer.progress, 1.25 * (1 - trainer.progress))
-    )
+
+    def warm_up_then_fall(step: int) -> float:
+        done = trainer.progress
+        return min(0.1 + 4.5 * done, 1.25 * (1 - done))
+
+    trainer.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up_then_fall)
     trainer.train()
-    found = 100 * trainer.evaluate(data.test)["accuracy"]
     world.local_steps.clear()
-    return found
+    test = ResidentImages(test_images, test_labels, world.device, mean=MEAN, std=STD)
+    return 100 * trainer.evaluate(test)["accuracy"]
 
 
 def main() -> None:
     options = parser.parse_args()
-    ways = options.ways.split(",")
-    found: dict[str, list[float]] = {way: [] for way in ways}
+    os.environ["GROUP_RANK"] = os.environ["RANK"]  # torchrun's name of the node's number
+    outer_lr, outer_momentum = LocalConfig(1).outer_lr, LocalConfig(1).outer_momentum
+    if options.outer:
+        outer_lr, outer_momentum = map(float, options.outer.split(","))
+    wrap.LocalConfig = functools.partial(  # type: ignore[misc,assignment]
+        LocalConfig, outer_lr=outer_lr, outer_momentum=outer_momentum, delay=options.delay
+    )
     torch.backends.cudnn.benchmark = True
+    started = time.monotonic()
+    found: dict[str, list[float]] = {way: [] for way in options.ways.split(",")}
     with init_distributed() as world:
-        data = Data(options.data, options.images, world.device)
-        started, longest = time.monotonic(), 0.0
+        data = load_cifar10(options.data, options.limit)
         for seed in range(options.seeds):
-            for way in ways:
-                begun = time.monotonic() - started
-                left = torch.tensor((options.limit or 1e9) - begun - longest)
-                torch.distributed.broadcast(left, 0, group=world.control)
-                if left < 0:
+            for way in found:
+                os.environ["DDP_SLURM_COMM"] = way
+                is_late = [time.monotonic() - started > options.limit_seconds]
+                dist.broadcast_object_list(is_late, src=0, group=world.control)
+                if is_late[0]:
                     continue
-                found[way].append(accuracy(world, data, way, seed, options))
-                longest = max(longest, time.monotonic() - started - begun)
+                found[way].append(accuracy(world, data, seed, options))
                 if world.rank == 0:
-                    print(f"{begun:5.0f} s  seed {seed}, {way}: {found[way][-1]:.2f} %", flush=True)
+                    at = time.monotonic() - started
+                    print(f"{at:5.0f} s  seed {seed} {way}: {found[way][-1]:.2f} %", flush=True)
         if world.rank == 0:
-            print_table(found)
+            report(found, options)
 
 
-def print_table(found: dict[str, list[float]]) -> None:
-    rows: list[tuple[str, ...]] = [("way", "accuracy %", "spread", "seeds", "against the first")]
-    first = statistics.mean(next(iter(found.values())) or [0.0])
+def report(found: dict[str, list[float]], options: argparse.Namespace) -> None:
     for way, values in found.items():
         if values:
-            mean = statistics.mean(values)
             spread = statistics.stdev(values) if len(values) > 1 else 0.0
-            numbers = (f"{mean:.2f}", f"{spread:.2f}", str(len(values)), f"{mean - first:+.2f}")
-            rows.append((way, *numbers))
-    print(table(rows))
+            mean = statistics.fmean(values)
+            print(f"{way:9} {mean:.2f} % ± {spread:.2f} ({len(values)} seeds)", flush=True)
+    if options.json is not None:
+        settings = {name: str(value) for name, value in vars(options).items()}
+        options.json.write_text(json.dumps({"settings": settings, "accuracy": found}) + "\n")
 
 
 if __name__ == "__main__":

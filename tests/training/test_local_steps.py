@@ -26,7 +26,7 @@ SHARES = (18, 18, 18, 18, 36, 36, 72)
 def test_local_steps_of_one_are_exact_for_plain_sgd(tmp_path: Path) -> None:
     case = Case(samples=800, shares=SHARES, steps=20, momentum=0.0, micro_batch=10)
     expected = train_alone(case)
-    config = LocalConfig(steps=1, outer_lr=1.0, outer_momentum=0.0, overlaps=False)
+    config = LocalConfig(steps=1, outer_lr=1.0, outer_momentum=0.0, delay=0)
     for outcome in run_world(tmp_path, TASKS, with_local_steps, case, config):
         assert relative_error(outcome.parameters, expected.parameters) < 1e-6
 
@@ -34,11 +34,12 @@ def test_local_steps_of_one_are_exact_for_plain_sgd(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shares", "config"),
     [
-        (SHARES, LocalConfig(4, outer_lr=0.7, outer_momentum=0.9, overlaps=False)),
+        (SHARES, LocalConfig(4, outer_lr=0.7, outer_momentum=0.9, delay=0)),
         (SHARES, LocalConfig(4, outer_lr=0.8, outer_momentum=0.3)),
+        (SHARES, LocalConfig(3, delay=3)),
         ((18, 0, 18, 18, 36, 36, 72), LocalConfig(3)),
     ],
-    ids=["waiting", "overlapped", "a rank without samples"],
+    ids=["waiting", "overlapped", "a whole period late", "a rank without samples"],
 )
 def test_local_steps_equal_their_simulation(
     tmp_path: Path, shares: tuple[int, ...], config: LocalConfig
@@ -72,10 +73,12 @@ def simulated(case: Case, config: LocalConfig) -> Tensor:
 
     for number in range(1, case.steps + 1):
         points[:] = [steps[rank](points[rank]) for rank in ranks]
+        if number % config.steps == config.steps_of_delay % config.steps:
+            apply()
         if number % config.steps == 0 or number == case.steps:
             apply()
             sent.extend(points)
-            if not config.overlaps:
+            if config.steps_of_delay == 0:
                 apply()
     apply()
     return points[0]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ddp_slurm.comm import EXACT, Comm
 from ddp_slurm.training.links.exchange import Exchange
 from ddp_slurm.training.links.layout import Layout
+from ddp_slurm.training.links.local_steps import LocalConfig
 
 LEAST_BYTES = 1 << 20
 """Smaller gradients are a matter of latency, and are not measured: they go in one level."""
@@ -98,7 +99,7 @@ def choose(comm: Comm, exact_seconds: float | None, compute_seconds: float | Non
     bf16_seconds = exact_seconds / 2
     if comm.allows == "bf16" or bf16_seconds <= hidden:
         return Comm("bf16")
-    enough = (steps for steps in LOCAL_STEPS if bf16_seconds <= steps * hidden)
+    enough = (n for n in LOCAL_STEPS if bf16_seconds <= LocalConfig(n).steps_of_delay * hidden)
     return Comm("local", steps=next(enough, LOCAL_STEPS[-1] if hidden else 32))
 
 

@@ -2,17 +2,19 @@
 
 Each rank takes ``steps`` optimizer steps with the gradient of its own samples, whose optimizer
 state stays its own. Then the changes of the parameters since the last average, weighted by the
-ranks' shares of the batch, are summed in the background while the ranks take the next steps; at
-their end the sum moves the common point, the anchor, by an outer step with Nesterov momentum. A
+ranks' shares of the batch, are summed in the background while the ranks take the next steps; some
+steps later the sum moves the common point, the anchor, by an outer step with Nesterov momentum. A
 rank continues from the anchor plus what it has done meanwhile.
 
 The loss weight that makes DDP's mean exact is a factor ``world size * share`` on this rank's
 gradient; here it is divided out again. With one local step, plain SGD, no outer momentum and no
-overlap the result is therefore that of the exact exchange, whatever the last batch holds.
+delay the result is therefore that of the exact exchange, whatever the last batch holds.
 
 Sources: local SGD, Stich 2018, arXiv:1805.09767; the outer step is DiLoCo's, Douillard et al.
-2023, arXiv:2311.08105; the average that comes one period late is that of Overlap-Local-SGD, Wang
-et al. 2020, arXiv:2002.09539, and of DaSGD, Zhou et al. 2020, arXiv:2006.00441.
+2023, arXiv:2311.08105 (with its learning rate of 0.7 and momentum of 0.9; here 1 and 0, the plain
+mean, since a short training with SGD gets further with it); a mean that comes late, to which a rank
+adds what it has done meanwhile, is CoCoD-SGD's, Shen et al. 2019, and DaSGD's, Zhou et al. 2020,
+arXiv:2006.00441.
 """
 
 from collections.abc import Sequence
@@ -41,8 +43,13 @@ class LocalConfig:
     """The part of the mean change by which the anchor moves."""
     outer_momentum: float = 0.0
     """Nesterov momentum of the anchor."""
-    overlaps: bool = True
-    """The average is computed during the next steps and applied after them; False waits."""
+    delay: int | None = None
+    """Steps from the start of an average to its use; the exchange has this long to end unnoticed.
+    None: half of ``steps``. 0: every rank waits for it."""
+
+    @property
+    def steps_of_delay(self) -> int:
+        return self.steps // 2 if self.delay is None else min(self.delay, self.steps)
 
 
 class LocalSteps:
@@ -122,13 +129,13 @@ class LocalSteps:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._steps += 1
         self.steps_since_sent += 1
-        if self.steps_since_sent < self.config.steps:
-            return
-        self._finish()
-        self._ask_for_steps()
-        self._start()
-        if not self.config.overlaps:
+        if self.steps_since_sent >= self.config.steps_of_delay:
             self._finish()
+        if self.steps_since_sent == self.config.steps:
+            self._ask_for_steps()
+            self._start()
+            if self.config.steps_of_delay == 0:
+                self._finish()
 
     @torch.no_grad()
     def _start(self) -> None:
