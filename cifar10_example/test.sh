@@ -89,6 +89,21 @@ _ddp_on_exit() {
   [[ -z $_ddp_marker ]] || rm -rf -- "${_ddp_marker%/*}"
 }
 
+# --- The port --------------------------------------------------------------------------------
+
+# The first port from this job's own on at which nothing listens on this host, that of rank 0.
+# NUMBER: of the start within the job.
+_ddp_free_port() {
+  local offset=$(((SLURM_JOB_ID + $1) % 19000)) port
+  while :; do
+    port=$((10000 + offset))
+    # in hexadecimal, in state 0A: it listens
+    grep -qsE ":$(printf %04X "$port") [0-9A-F]+:0000 0A " /proc/net/tcp /proc/net/tcp6 || break
+    offset=$(((offset + 1) % 19000))
+  done
+  echo "$port"
+}
+
 # --- What Slurm reports about this job -------------------------------------------------------
 
 # A line for each component: its job id, its state, its restarts, when it was preempted (or N/A).
@@ -310,21 +325,6 @@ _ddp_watch_srun() {
 
 _ddp_srun_reported_a_task() {
   grep -qE ': tasks? [0-9,-]+: ' < <(_ddp_srun_errors)
-}
-
-# --- The port --------------------------------------------------------------------------------
-
-# The first port from this job's own on at which nothing listens on this host, that of rank 0.
-# NUMBER: of the start within the job.
-_ddp_free_port() {
-  local offset=$(((SLURM_JOB_ID + $1) % 19000)) port
-  while :; do
-    port=$((10000 + offset))
-    # in hexadecimal, in state 0A: it listens
-    grep -qsE ":$(printf %04X "$port") [0-9A-F]+:0000 0A " /proc/net/tcp /proc/net/tcp6 || break
-    offset=$(((offset + 1) % 19000))
-  done
-  echo "$port"
 }
 
 # --- After the ranks have ended --------------------------------------------------------------

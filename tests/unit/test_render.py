@@ -1,6 +1,7 @@
 """The text of the job script; tests/unit/test_job_script.py runs it."""
 
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -175,3 +176,15 @@ def test_directive_quotes_as_sbatch_reads() -> None:
     assert directive('it\'s "x" \\ #1') == '"it\'s \\"x\\" \\\\ #1"'
     with pytest.raises(DdpSlurmError, match="newline"):
         directive("a\n#SBATCH --uid=0")
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(GOLDEN.glob("*.sbatch"))])
+def test_every_function_of_the_script_is_defined(name: str) -> None:
+    text = (GOLDEN / f"{name}.sbatch").read_text()
+    code = re.sub(r"^\s*#.*$", "", text, flags=re.M)
+    defined = set(re.findall(r"^(_ddp_\w+)\(\) ", code, re.M))
+    variables = set(re.findall(r"(?:local |for \(\(|^ *)(_ddp_\w+)=", code, re.M))
+    variables |= set(re.findall(r"[$!{#](_ddp_\w+)", code))
+    named = set(re.findall(r"_ddp_\w+", code))
+    assert defined
+    assert not named - defined - variables
