@@ -33,6 +33,7 @@ EPOCHS = 80
 STEPS_AN_EPOCH = 8
 FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "CANNOT_START", "HELD")
 """States of a job that will not change by themselves."""
+POLL_SECONDS = 3
 AWAY_SECONDS = 60
 """A node for which a job waits so long stays away."""
 
@@ -152,7 +153,7 @@ class FaultRun:
                 last, changed = state, time.monotonic()
             if state == WAITS_FOR_NODE and time.monotonic() > changed + AWAY_SECONDS:
                 return state
-            time.sleep(0.5)
+            time.sleep(POLL_SECONDS)
             state = self.state()
         return state if state in FINAL else f"{state} after {seconds:g} s"
 
