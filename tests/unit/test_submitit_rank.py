@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -70,6 +72,42 @@ def test_without_an_exported_port_it_is_the_jobs(monkeypatch: pytest.MonkeyPatch
     environ = recorded("het_1_2_4", "22.05")[0][4]
     monkeypatch.setattr(os, "environ", {k: v for k, v in environ.items() if k != "MASTER_PORT"})
     assert HetSlurmJobEnvironment().master_port == port_of_job(int(environ["SLURM_JOB_ID"]))
+
+
+REQUEUES = """
+import os, signal, sys
+from submitit.core.utils import DelayedSubmission, JobPaths
+from ddp_slurm.backends.submitit.rank import HetSlurmJobEnvironment
+
+class Saves:
+    def __call__(self): signal.pause()
+    def checkpoint(self): return DelayedSubmission(Saves())
+
+delayed = DelayedSubmission(Saves())
+delayed.set_timeout(60, 1)
+paths = JobPaths(sys.argv[1], "48", 0)
+paths.folder.mkdir(exist_ok=True)
+HetSlurmJobEnvironment()._handle_signals(paths, delayed)
+os.kill(os.getpid(), signal.SIGUSR2)
+"""
+
+
+def test_requeue_is_not_disturbed_by_other_signals(
+    stub: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The signal comes again, and SIGTERM after Slurm has accepted; to scontrol as well."""
+    signals = "for name in USR2 TERM; do kill -$name $PPID $$; done"
+    stub("scontrol", f'echo "$*" >>{tmp_path}/calls; {signals}; /bin/sleep 0.2')
+    rank_0 = recorded("het_1_2_4", "22.05")[0][0]
+    done = subprocess.run(
+        [sys.executable, "-c", REQUEUES, tmp_path / "jobs"],
+        env={**rank_0, "PATH": os.environ["PATH"], "SLURM_JOB_ID": "48"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 255, done.stderr  # submitit's own
+    assert (tmp_path / "calls").read_text() == "requeue 48\n"
 
 
 def test_a_command_as_a_function(monkeypatch: pytest.MonkeyPatch) -> None:

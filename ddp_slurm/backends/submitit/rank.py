@@ -57,6 +57,8 @@ class HetSlurmJobEnvironment(SlurmJobEnvironment):
     def _handle_signals(self, paths: utils.JobPaths, submission: utils.DelayedSubmission) -> None:
         """submitit's handlers, which ignore SIGTERM, and an end some seconds after SIGTERM."""
         super()._handle_signals(paths, submission)
+        if self.global_rank == 0:
+            _requeue_once(self._usr_sig())
         restarts_left = submission._timeout_countdown
         TermWatch(
             self._usr_sig(),
@@ -96,6 +98,24 @@ class HetSlurmJobEnvironment(SlurmJobEnvironment):
     @property
     def master_port(self) -> int:
         return self.rank_env.master_port
+
+
+def _requeue_once(number: signal.Signals) -> None:
+    """Let nothing disturb submitit's handler, which saves and calls ``scontrol requeue``.
+
+    The signal may come twice, from Slurm and from this package. Slurm sends SIGTERM as soon as it
+    has accepted, which may be before scontrol has ended; and with proctrack/linuxproc signals reach
+    scontrol itself, which inherits that they are ignored.
+    """
+    save_and_requeue = signal.getsignal(number)
+    assert callable(save_and_requeue)
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        save_and_requeue(signum, frame)
+
+    signal.signal(number, handle)
 
 
 class RankCommand:
