@@ -34,20 +34,23 @@ def run_of(tmp_path: Path) -> Run:
     return Run((3, 5), tmp_path / "s.pt", epochs=100_000, save_every_steps=None)
 
 
-def send_term(running: World, tmp_path: Path) -> None:
-    """To all ranks, as Slurm does, after they have begun."""
+def send_term(running: World, tmp_path: Path, ranks: tuple[int, ...] = (0, 1)) -> None:
+    """To all ranks, as Slurm does, or some, after they have begun."""
     for rank in range(2):
         running.receive(rank)
     pids = [str(process.pid) for process in running.processes]
     (tmp_path / "pids").write_text(" ".join(pids))
-    for rank in range(2):
+    for rank in ranks:
         running.signal(rank, signal.SIGTERM)
 
 
-def test_preempted_training_saves_and_stops(tmp_path: Path, environ: dict[str, str]) -> None:
+@pytest.mark.parametrize("ranks", [(0, 1), (0,)])
+def test_preempted_training_saves_and_stops(
+    tmp_path: Path, environ: dict[str, str], ranks: tuple[int, ...]
+) -> None:
     (tmp_path / "tools" / "squeue").write_text(SQUEUE.format(preempted="2026-11-28T15:04:09"))
     with world(tmp_path / "run", (1, 1), train, run_of(tmp_path), environ=environ) as running:
-        send_term(running, tmp_path)
+        send_term(running, tmp_path, ranks)
         reports = [running.receive(rank) for rank in range(2)]
         assert running.wait() == [0, 0], running.all_logs()
     assert [report.finished for report in reports] == [False, False]

@@ -1,5 +1,7 @@
 """When the job script requeues its job, with stubs for srun and Slurm's clients."""
 
+from pathlib import Path
+
 import pytest
 
 from ..waiting import wait_until
@@ -103,13 +105,17 @@ def test_ranks_that_died_of_preemption_are_requeued(
 
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_sigterm_of_a_cancelled_job_leaves_the_marker(
-    restarts: int, script: MakeScript, stub: Stub, slurm: FakeSlurm
+    restarts: int, script: MakeScript, stub: Stub, slurm: FakeSlurm, tmp_path: Path
 ) -> None:
-    stub("srun", "kill -TERM $PPID; exec /bin/sleep 0.3")
+    """At once: SIGKILL may end the script before srun has ended."""
+    marker = tmp_path / "runs" / "7" / "exit"
+    wait = f"until [[ -e {marker} ]]; do /bin/sleep 0.05; done"
+    stub("srun", f"kill -TERM $PPID; timeout 10 bash -c '{wait}' || touch {tmp_path}/late")
     slurm.set(components=RUNNING.replace("RUNNING", "COMPLETING"))
     job = script(max_restarts=restarts)
     assert job.run() == 143
     assert (job.exit_marker or "").startswith("status=143\nterminated=yes\n")
+    assert not (tmp_path / "late").exists()
     assert slurm.calls == []
 
 
