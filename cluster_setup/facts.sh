@@ -101,7 +101,9 @@ slurm() {
             fact slurmd_runs no
             # Without the configuration of the controller it writes no log file.
             block slurmd.journal journalctl --unit slurmd --lines 20 --output cat --no-pager
+            if [ -r /var/log/slurm/slurmd.log ]; then block slurmd.log tail -n 20 /var/log/slurm/slurmd.log; fi
         fi
+        for pid in $(pidof slurmd); do file_block slurmd.limits "/proc/$pid/limits"; done
     fi
     block slurmd.hardware slurmd -C
     block slurm.ping scontrol ping
@@ -109,14 +111,21 @@ slurm() {
     *' UP'*)
         block slurm.config scontrol show config
         block slurm.nodes scontrol show node
+        block slurm.partitions scontrol show partition
         ;;
     esac
     for folder in ${SLURM_CONF:+"${SLURM_CONF%/*}"} /etc/slurm /etc/slurm-llnl /run/slurm/conf /usr/local/etc; do
         for path in "$folder"/slurm.conf "$folder"/gres.conf "$folder"/cgroup.conf; do
             if [ -r "$path" ]; then fact config_file "$path $(cksum <"$path")"; fi
         done
+        file_block gres.conf "$folder/gres.conf"
     done
     fact cgroup "$(stat -fc %T /sys/fs/cgroup 2>/dev/null)"
+    if [ -r /sys/fs/cgroup/cgroup.controllers ]; then
+        fact cgroup_controllers "$(cat /sys/fs/cgroup/cgroup.controllers)"
+    else
+        fact cgroup_controllers "$(sed -n 's|^cgroup /sys/fs/cgroup/\([^ ]*\) cgroup .*|\1|p' /proc/mounts | tr ',\n' '  ')"
+    fi
     for path in /usr/lib/*/slurm*/cgroup_v?.so /usr/lib/slurm*/cgroup_v?.so /usr/lib64/slurm/cgroup_v?.so \
         /usr/local/lib/slurm/cgroup_v?.so /opt/slurm/lib/slurm/cgroup_v?.so; do
         if [ -e "$path" ]; then fact cgroup_plugin "$path"; fi
@@ -135,9 +144,17 @@ credential() {
 
 identity() {
     block users getent passwd
-    block disks df -Pk /tmp /dev/shm /var/lib /var/log /var/spool
+    getent passwd | while IFS=: read -r user _ id _ _ home _; do
+        if [ "$id" -ge 1000 ] && [ "$id" -lt 60000 ] && [ ! -d "$home" ]; then fact no_home "$user $home"; fi
+    done
+    block disks df -Pk /tmp /dev/shm /var/lib /var/log /var/spool /var/lib/slurm /var/lib/slurm/slurmctld /var/lib/slurm/slurmd
+    if grep -q ' /tmp [^ ]* [^ ]*noexec' /proc/mounts; then fact tmp_noexec yes; fi
     if have munged; then fact munged "$(command -v munged)"; fi
-    if [ -e /etc/munge/munge.key ]; then fact munge_key "$(stat -c '%a %U %s' /etc/munge/munge.key)"; fi
+    if [ -e /etc/munge/munge.key ]; then
+        fact munge_key "$(stat -c '%a %U %s' /etc/munge/munge.key)"
+    elif [ -d /etc/munge ] && [ ! -x /etc/munge ]; then
+        fact munge_key_hidden yes
+    fi
     if [ -z "${CREDENTIAL:-}" ]; then # no node could make one: why not this one
         credential
     elif have unmunge; then
@@ -165,7 +182,14 @@ peers() {
     for peer in "${own%%.*}=" ${PEERS:-}; do
         fact resolves "${peer%%=*} $(getent ahosts "${peer%%=*}" | sed -n 's/^\([^ ]*\) *STREAM.*/\1/p' | tr '\n' ' ')"
     done
+    for peer in "${own%%.*}=" ${PEERS:-}; do # the lines of a person's own, before the installer's block
+        sed '/^# begin of ddp-slurm/,$d' /etc/hosts 2>/dev/null | grep -nE "^[^#]*[[:space:]]${peer%%=*}([[:space:]]|\$)" |
+            while IFS=: read -r number line; do fact hosts_line "${peer%%=*} $number $line"; done
+    done
     have bash && have timeout || return 0
+    # A name that never exists: every DNS server of a machine answers this at once.
+    timeout 5 getent ahosts ddp-slurm.invalid >/dev/null 2>&1
+    if [ "$?" = 124 ]; then fact dns_silent "$(sed -n 's/^nameserver *//p' /etc/resolv.conf | tr '\n' ' ')"; fi
     for peer in ${PEERS:-}; do
         for port in ${PORTS:-}; do
             try_port "${peer%%=*}" "${peer#*=}" "$port" &

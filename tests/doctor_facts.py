@@ -91,6 +91,12 @@ def healthy(name: str) -> dict[str, list[str] | str]:
         "cgroup": ["cgroup2fs"],
         "cgroup_plugin": ["/usr/lib/x86_64-linux-gnu/slurm-wlm/cgroup_v2.so"],
         "config_file": ["/run/slurm/conf/slurm.conf 123 456"],
+        "cgroup_controllers": ["cpuset cpu io memory pids"],
+        "device": [f"/dev/nvidia{i}" for i in range(count)],
+        "gres.conf": "NodeName=beta,alpha Name=gpu File=/dev/nvidia[0-1]\n"
+        "NodeName=gamma Name=gpu Type=titan File=/dev/nvidia0",
+        "slurmd.limits": "Max open files            131072               131072       files",
+        "slurm.partitions": "PartitionName=all\n   Default=YES State=UP TotalNodes=3",
         "offset": ["0"],
         "slurmd_runs": ["yes"],
         "interface": ["lo unknown -1", "eno1 up 1000"],

@@ -38,3 +38,12 @@ def blocks() -> list[Block]:
 
 
 SHELL = [block for block in blocks() if block.info in ("bash", "bash run")]
+
+OF_ALL = ("on each node", "on each node with an NVIDIA card")
+OF_CONTROLLER = ("on the controller",)
+OTHER_WAYS = ("only with ", "by hand", "on each node whose firewall is on")
+
+
+def is_other_way(block: Block) -> bool:
+    """Whether a reader types a block only where machines are unlike those of the guide."""
+    return block.place.startswith(OTHER_WAYS)

@@ -4,6 +4,7 @@ The blocks are those of the page. Only what a page cannot have is put in: the re
 and the other machines' names where it says so. The output has the time of each block.
 """
 
+import json
 import os
 import subprocess
 import time
@@ -13,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.guide import SHELL, Block
+from tests.guide import OF_ALL, SHELL, Block, is_other_way
 
+from .guide_faults import BATCHES, Fault
 from .systemd_machines import USER, SystemdMachines, systemd_machines
 
 ADDRESSES = {"alpha": "192.168.8.151", "beta": "192.168.8.152", "gamma": "192.168.8.153"}
@@ -25,11 +27,7 @@ CARDS = {
     "gamma": "0|11264|7.5|NVIDIA GeForce RTX 2080 Ti\n",
 }
 ROOT = Path(__file__).parents[2]
-OF_ALL = ("on each node", "on each node with an NVIDIA card")
-OF_CONTROLLER = ("on the controller",)
 RESTART = "sudo reboot"
-# The others are ways that these machines do not go.
-OTHER_WAYS = ("only with ", "by hand", "on each node whose firewall is on")
 pytestmark = [
     pytest.mark.timeout(1500),
     pytest.mark.skipif(
@@ -38,20 +36,18 @@ pytestmark = [
 ]
 
 
-def test_every_block_says_where_it_runs() -> None:
-    unknown = [
-        block
-        for block in SHELL
-        if block.place not in (*OF_ALL, *OF_CONTROLLER) and not block.place.startswith(OTHER_WAYS)
-    ]
-    assert unknown == []
-
-
-@pytest.fixture
-def fresh(tmp_path: Path) -> Iterator[SystemdMachines]:
-    with systemd_machines(tmp_path, ADDRESSES, CARDS) as running:
-        _put_repository(running, tmp_path / "repository")
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SystemdMachines]:
+    folder = tmp_path_factory.mktemp("guide")
+    with systemd_machines(folder, ADDRESSES, CARDS) as running:
+        _put_repository(running, folder / "repository")
         yield running
+
+
+@pytest.fixture(scope="module")
+def outputs(fresh: SystemdMachines) -> dict[int, str]:
+    """What each block of the guide printed, by its line, typed one after the other."""
+    return {block.line: walk(fresh, block) for block in SHELL if not is_other_way(block)}
 
 
 def _put_repository(running: SystemdMachines, folder: Path) -> None:
@@ -71,8 +67,9 @@ def _put_repository(running: SystemdMachines, folder: Path) -> None:
     subprocess.run([*running.enter("alpha"), "sh", "-c", unpack], input=tree.stdout, check=True)
 
 
-def test_guide_leads_from_bare_machines_to_a_training(fresh: SystemdMachines) -> None:
-    outputs = {block.line: walk(fresh, block) for block in SHELL if not _is_other_way(block)}
+def test_guide_leads_from_bare_machines_to_a_training(
+    fresh: SystemdMachines, outputs: dict[int, str]
+) -> None:
     printed = "\n".join(outputs.values())
     assert "rank 3 on gamma" in printed
     assert "all-reduce over 4 ranks with gloo" in printed
@@ -82,8 +79,40 @@ def test_guide_leads_from_bare_machines_to_a_training(fresh: SystemdMachines) ->
     assert "JobState=COMPLETED" in last, done.stdout
 
 
-def _is_other_way(block: Block) -> bool:
-    return block.place.startswith(OTHER_WAYS)
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+def test_doctor_names_planted_faults_and_the_cures_cure(
+    fresh: SystemdMachines, outputs: dict[int, str], batch: tuple[Fault, ...]
+) -> None:
+    healthy = _findings(fresh)
+    for fault in batch:
+        planted = fresh.type(fault.node, fault.plant)
+        assert planted.returncode == 0, planted.stdout
+    found = _findings(fresh)
+    missed = [fault for fault in batch if not any(_names(finding, fault) for finding in found)]
+    for fault in batch:
+        cured = fresh.type(fault.cured_on or fault.node, fault.cure)
+        print(f"{fault.check}: {fault.plant[:60]}: cured {cured.returncode == 0}", flush=True)
+    assert missed == [], found
+    assert _findings(fresh) == healthy
+
+
+def _names(finding: dict[str, object], fault: Fault) -> bool:
+    is_same_check = finding["check"] == fault.check
+    return (
+        is_same_check and fault.cause in str(finding["cause"]) and fault.fix in str(finding["fix"])
+    )
+
+
+def _findings(running: SystemdMachines) -> list[dict[str, object]]:
+    """Warnings and errors, but those of torch: python3 has none there, which saves its import."""
+    done = running.type("alpha", "cd /opt/ddp/ddp_slurm; ddp-slurm doctor --json || true")
+    report = json.loads(done.stdout)
+    return [
+        finding
+        for finding in report["findings"]
+        if finding["severity"] in ("warning", "error")
+        and finding["check"] not in ("torch", "versions")
+    ]
 
 
 def walk(running: SystemdMachines, block: Block) -> str:

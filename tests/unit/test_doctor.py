@@ -42,7 +42,11 @@ def test_versions_ignore_pythons_patch_level() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"cgroup": ["tmpfs"], "cgroup_plugin": ["/usr/lib/slurm/cgroup_v1.so"]},
+        {
+            "cgroup": ["tmpfs"],
+            "cgroup_plugin": ["/usr/lib/slurm/cgroup_v1.so"],
+            "cgroup_controllers": ["cpuset memory devices freezer"],
+        },
         {"offset": ["400"]},  # the machine that asks has the wrong clock, not all of the others
         {"slurm.config": replaced("(null)", "config_overrides")}
         | nodes_text("RealMemory=30000", "RealMemory=99000"),
@@ -115,6 +119,7 @@ def test_doctor_skips_slurms_checks_without_slurm() -> None:
         "slurm.ping",
         "slurm.config",
         "slurm.nodes",
+        "slurm.partitions",
         "unmunge",
         "munge_key",
         "munged",
@@ -268,3 +273,11 @@ def test_srun_failure_of_a_command_is_not_slurms(
             asking.run_by_srun(node, ["true"])
     else:
         assert asking.run_by_srun(node, ["true"]).status == 3
+
+
+def test_ok_names_the_nodes_that_answered_where_one_is_silent() -> None:
+    facts = {name: known for name, known in snapshot().facts.items() if name != "beta"}
+    rows = doctor.table(diagnose(Snapshot(CLUSTER, facts, {"beta": "beta: timed out"}, "alpha")))
+    assert "ok       disks              gamma,alpha\n" in rows
+    all_silent = diagnose(Snapshot(CLUSTER, {}, dict.fromkeys(("gamma", "beta", "alpha"), "off")))
+    assert not [finding for finding in all_silent if finding.severity is Severity.OK]

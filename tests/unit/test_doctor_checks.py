@@ -2,12 +2,109 @@
 
 import pytest
 
-from ddp_slurm.admin.doctor import Severity
-from tests.doctor_facts import Case, assert_found, case, nodes_text, replaced
+from ddp_slurm.admin.doctor import Severity, diagnose
+from tests.doctor_facts import (
+    Case,
+    assert_found,
+    case,
+    errors_and_warnings,
+    nodes_text,
+    replaced,
+    snapshot,
+)
 
 E, W = Severity.ERROR, Severity.WARNING
 
 CASES = [
+    case(
+        "device files",
+        E,
+        "beta",
+        "gres.conf lists /dev/nvidia1, .* the machine has /dev/nvidia0, /dev/nvidia2",
+        beta={"device": ["/dev/nvidia0", "/dev/nvidia2"]},
+    ),
+    case(
+        "partitions",
+        W,
+        ("gamma", "beta", "alpha"),
+        "partition all is DOWN",
+        everywhere={"slurm.partitions": "PartitionName=all\n   State=DOWN"},
+    ),
+    case(
+        "GPU types",
+        E,
+        "beta",
+        "cluster.yaml has GPUs of type 'v100', slurm.conf of a100",
+        everywhere=nodes_text("gpu:2", "gpu:a100:2"),
+    ),
+    case(
+        "reservations",
+        W,
+        "beta",
+        "IDLE.RESERVED: only jobs of a reservation",
+        everywhere=nodes_text("State=IDLE", "State=IDLE+RESERVED"),
+    ),
+    case("temporary folders", W, "beta", "/tmp is mounted noexec", beta={"tmp_noexec": ["yes"]}),
+    case(
+        "temporary folders",
+        W,
+        "beta",
+        "/dev/shm has 64 MiB",
+        beta={"disks": "Filesystem\ntmpfs 65536 0 65536 0% /dev/shm\n/dev/a 9 0 900000 1% /"},
+    ),
+    case(
+        "limits",
+        W,
+        "beta",
+        "limit open files of 256 files",
+        beta={"slurmd.limits": "Max open files            256                  256     files"},
+    ),
+    case(
+        "limits",
+        W,
+        "beta",
+        "limit locked memory of 65536 bytes",
+        beta={"slurmd.limits": "Max locked memory         65536                65536   bytes"},
+    ),
+    case(
+        "control groups",
+        E,
+        "beta",
+        "control group memory does not exist",
+        beta={"cgroup_controllers": ["cpuset cpu io pids"]},
+    ),
+    case(
+        "control groups",
+        E,
+        "beta",
+        "control group devices does not exist",
+        beta={"cgroup": ["tmpfs"], "cgroup_controllers": ["cpuset memory freezer"]},
+    ),
+    case("DNS", W, "beta", "no answer for 5 s .* 10.9.9.9", beta={"dns_silent": ["10.9.9.9"]}),
+    case(
+        "users",
+        W,
+        "beta",
+        "home folder /home/ann of ann does not exist",
+        beta={"no_home": ["ann /home/ann"]},
+    ),
+    case(
+        "users",
+        E,
+        "beta",
+        "user ann has different ids: .* 1000, group 1001 on beta",
+        beta={"users": replaced("x:1000:1000", "x:1000:1001")},
+    ),
+    case(
+        "slurmd",
+        E,
+        "beta",
+        "its last error: fatal: can't stat gres.conf file",
+        beta={
+            "slurmd_runs": ["no"],
+            "slurmd.log": "error: x\nfatal: can't stat gres.conf file /dev/nvidia1",
+        },
+    ),
     case(
         "Slurm release",
         E,
@@ -181,7 +278,7 @@ CASES = [
         "slurmd",
         E,
         "beta",
-        "slurmd is not running; the last error in its journal: fatal: no configuration",
+        "slurmd is not running; its last error: fatal: no configuration",
         beta={
             "slurmd_runs": ["no"],
             "slurmd.journal": "Starting\nerror: fetch_config\nfatal: no configuration\nFailed",
@@ -216,3 +313,24 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_doctor_names_node_cause_and_fix(case: Case) -> None:
     assert_found(case)
+
+
+def test_a_line_of_hosts_that_wins_is_named() -> None:
+    changed = snapshot(
+        beta={
+            "resolves": ["alpha 10.0.0.9", "beta 10.0.0.2", "gamma 10.0.0.1"],
+            "hosts_line": ["alpha 3 10.0.0.9 alpha alpha.lab"],
+        }
+    )
+    (finding,) = errors_and_warnings(changed)
+    assert "delete line 3 of /etc/hosts, which wins: 10.0.0.9 alpha" in finding.fix
+
+
+def test_a_munge_key_that_only_root_sees_is_not_ok() -> None:
+    hidden = {"munge_key": None, "munge_key_hidden": ["yes"]}
+    (finding,) = [f for f in diagnose(snapshot(everywhere=hidden)) if f.check == "munge key"]
+    assert finding.severity is Severity.SKIPPED
+
+
+def test_types_of_gpus_without_a_type_in_slurm_are_not_compared() -> None:
+    assert errors_and_warnings(snapshot(everywhere=nodes_text("gpu:2", "gpu:2(S:0)"))) == []

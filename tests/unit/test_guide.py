@@ -15,7 +15,7 @@ from ddp_slurm.admin.install import STEPS
 from ddp_slurm.admin.slurm_releases import RELEASES
 from ddp_slurm.cli import make_parser
 from ddp_slurm.cluster import Cluster
-from tests.guide import GUIDE, SHELL, TEXT, Block, blocks
+from tests.guide import GUIDE, OF_ALL, OF_CONTROLLER, SHELL, TEXT, Block, blocks, is_other_way
 
 KNOWN_COMMANDS = {
     "apt-config",
@@ -98,6 +98,11 @@ def commands(text: str) -> list[list[str]]:
 def test_guide_blocks_are_of_known_kinds() -> None:
     assert {block.info for block in blocks()} == {"bash", "bash run", "yaml"}
     assert len(SHELL) > 20
+
+
+def test_guide_blocks_say_where_they_run() -> None:
+    places = {block.place for block in SHELL if not is_other_way(block)}
+    assert places == {*OF_ALL, *OF_CONTROLLER}
 
 
 @pytest.mark.parametrize("block", SHELL, ids=lambda block: f"line{block.line}")

@@ -20,6 +20,9 @@ def munge_key(snapshot: Snapshot) -> Findings:
             finding = _decoding_error(name, block, snapshot.credential_from)
             if finding:
                 yield finding
+    hidden = [name for name, facts in snapshot.facts.items() if facts.first("munge_key_hidden")]
+    if hidden:
+        yield skipped("only root sees who can read /etc/munge/munge.key", hidden)
     for name, facts in snapshot.facts.items():
         key = facts.first("munge_key")
         mode = key.split()[0] if key else "400"

@@ -24,7 +24,7 @@ def name_resolution(snapshot: Snapshot) -> Findings:
                 yield warning(name, f"the name {target} has no address here", HOSTS)
             elif loopback and len(snapshot.cluster.nodes) > 1:
                 cause = f"the name {target} is {loopback[0]} here (see /etc/hosts)"
-                yield error(name, cause, HOSTS)
+                yield error(name, cause, _fix_of_hosts(facts, target))
             elif addresses:
                 by_addresses = nodes_of_addresses.setdefault(target, {})
                 by_addresses.setdefault(" ".join(sorted(set(addresses))), []).append(name)
@@ -33,7 +33,27 @@ def name_resolution(snapshot: Snapshot) -> Findings:
             fewest = min(by_addresses.values(), key=len)
             answers = [f"{text} on {', '.join(names)}" for text, names in by_addresses.items()]
             cause = f"the name {target} has different addresses: {'; '.join(answers)}"
-            yield warning(fewest, cause, HOSTS)
+            odd = next(iter(fewest))
+            yield warning(fewest, cause, _fix_of_hosts(snapshot.facts[odd], target))
+
+
+def _fix_of_hosts(facts: Facts, target: str) -> str:
+    """The installer, and before it the line that wins over its block."""
+    for line in facts.values.get("hosts_line", ()):
+        name, number, text = line.split(maxsplit=2)
+        if name == target and not text.startswith("127.0.1.1"):  # the installer removes that one
+            return f"on it, delete line {number} of /etc/hosts, which wins: {text}; then {HOSTS}"
+    return HOSTS
+
+
+def dns(snapshot: Snapshot) -> Findings:
+    """A DNS server answers. One that does not delays every log-in and every name by seconds."""
+    for name, facts in snapshot.facts.items():
+        servers = facts.first("dns_silent")
+        if servers is not None:
+            cause = f"no answer for 5 s from the DNS server: {servers or 'none in resolv.conf'}"
+            fix = "a server that answers, in /etc/netplan or /etc/resolv.conf"
+            yield warning(name, cause, fix)
 
 
 def _is_loopback(address: str) -> bool:

@@ -37,11 +37,11 @@ def daemons(snapshot: Snapshot) -> Findings:
     for name, facts in snapshot.facts.items():
         if facts.first("slurmd_runs") != "no":
             continue
-        lines = facts.block_lines("slurmd.journal")
+        lines = [*facts.block_lines("slurmd.log"), *facts.block_lines("slurmd.journal")]
         messages = [line for line in lines if re.search(r"error|fatal", line)]
         cause = "slurmd is not running"
         if messages:
-            cause += f"; the last error in its journal: {messages[-1].strip()}"
+            cause += f"; its last error: {messages[-1].strip()}"
         fix = f"journalctl -u slurmd and /var/log/slurm/slurmd.log; {INSTALL} --step slurmd"
         yield error(name, cause, fix)
 

@@ -14,7 +14,7 @@ PEOPLES_UIDS = range(1000, 60000)
 
 @dataclass
 class _Account:
-    """The nodes that have a user, by its id there."""
+    """The nodes that have a user, by its ids there: ``1000`` or ``1000, group 1001``."""
 
     nodes_of_uid: dict[str, list[str]] = field(default_factory=dict)
 
@@ -41,6 +41,8 @@ def users(snapshot: Snapshot) -> Findings:
         if len(account.nodes_of_uid) > 1:
             fewest = min(account.nodes_of_uid.values(), key=len)
             ids = listed(account.nodes_of_uid)
+            if not is_daemon:
+                fix = f"usermod -u ID {user}; groupmod -g ID {user}; chown -R {user}: its files"
             yield error(fewest, f"user {user} has different ids: {ids}", fix)
         elif missing:
             uid = next(iter(account.nodes_of_uid))
@@ -49,17 +51,36 @@ def users(snapshot: Snapshot) -> Findings:
                 yield error(missing, cause, fix)
             elif len(present) > 1:  # a user of one node only is that machine's own
                 yield warning(missing, cause, fix)
+    yield from _homes(snapshot)
+
+
+def _homes(snapshot: Snapshot) -> Findings:
+    """A home folder that exists on some nodes only; without any, nobody wants it."""
+    nodes_without: dict[str, list[str]] = {}
+    for node, facts in snapshot.facts.items():
+        for line in facts.values.get("no_home", ()):
+            nodes_without.setdefault(line, []).append(node)
+    for line, nodes in nodes_without.items():
+        user, home = line.split(maxsplit=1)
+        if len(nodes) < len(snapshot.facts):
+            fix = f"on it: install -d -m 750 -o {user} -g $(id -g {user}) {home}"
+            yield warning(nodes, f"the home folder {home} of {user} does not exist", fix)
 
 
 def _relevant_users(facts: Facts) -> Iterator[tuple[str, str]]:
-    """Name and id of munge, slurm, and of people: those who can log in. See passwd(5)."""
+    """Name and ids of munge, slurm, and of people: those who can log in. See passwd(5).
+
+    A person's group counts, too: files that one node's job makes are read on another.
+    """
     block = facts.block("users")
     for line in block.text.splitlines() if block else ():
         fields = line.split(":")
         if len(fields) < 7:
             continue
-        name, uid, shell = fields[0], fields[2], fields[6]
+        name, uid, gid, shell = fields[0], fields[2], fields[3], fields[6]
         is_person = uid.isdigit() and int(uid) in PEOPLES_UIDS
         can_log_in = not shell.endswith(("nologin", "false"))
-        if name in DAEMON_USERS or (is_person and can_log_in):
+        if name in DAEMON_USERS:
             yield name, uid
+        elif is_person and can_log_in:
+            yield name, uid if gid == uid else f"{uid}, group {gid}"

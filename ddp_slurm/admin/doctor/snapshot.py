@@ -8,7 +8,7 @@ from functools import cached_property
 from ddp_slurm.admin.facts import Facts, gather, peers_text
 from ddp_slurm.ask import Answer
 from ddp_slurm.cluster import Cluster, Node
-from ddp_slurm.slurm_client.records import NodeRecord, read_nodes
+from ddp_slurm.slurm_client.records import NodeRecord, PartitionRecord, read_nodes, read_partitions
 from ddp_slurm.ssh.command import RemoteError
 from ddp_slurm.ssh.run import Runner, on_all, run
 
@@ -39,6 +39,15 @@ class Snapshot:
             block = facts.block("slurm.nodes")
             if block and block.status == 0:
                 return {node.name: node for node in read_nodes(block.text)}
+        return {}
+
+    @cached_property
+    def slurm_partitions(self) -> dict[str, PartitionRecord]:
+        """As ``slurm_nodes``."""
+        for facts in self.facts.values():
+            block = facts.block("slurm.partitions")
+            if block and block.status == 0:
+                return {record.name: record for record in read_partitions(block.text)}
         return {}
 
     @cached_property
