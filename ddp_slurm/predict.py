@@ -4,78 +4,19 @@ A step is the slowest rank's forward, backward and update, and the part of the g
 that backward does not hide:
 
     step = compute + max(exchange - hidden * compute, exchange / buckets)
-    exchange = bytes on the slowest link / its bandwidth + messages one after another * latency
-
-Of S bytes of gradients a ring of R ranks sends ``2 (R - 1) / R * S`` over each link, in
-``2 (R - 1)`` messages a bucket. In two levels it is the same with the N nodes in place of the R
-ranks, after a reduction inside each node.
-Source of the ring's cost: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002.
 """
 
-import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations, pairwise
+from collections.abc import Iterator, Sequence
+from itertools import combinations
 from typing import NamedTuple
 
 from ddp_slurm.balance import around_optimum
 from ddp_slurm.curve import Curve
+from ddp_slurm.exchange import Box, Network, Way, buckets, exchange_seconds
 
 MOST_NODES_TRIED_ONE_BY_ONE = 8
 """Up to here every choice of nodes is predicted; above, nodes that are alike are one group."""
-FIRST_BUCKET_BYTES = 1 << 20
-BUCKET_BYTES = 25 << 20
-"""DistributedDataParallel's buckets of gradients."""
-HIDDEN = 0.5
-"""The part of a step's compute during which gradients are exchanged, where it was not measured:
-about backward's, without its first layers."""
-
-
-class Box(NamedTuple):
-    """A node, or several nodes that are alike."""
-
-    names: tuple[str, ...]
-    ranks: tuple[tuple[Curve, int], ...]
-    """Of each node: a rank's curve and the most samples that it can take."""
-
-
-class Link(NamedTuple):
-    """Between two nodes, or between the ranks of one."""
-
-    bandwidth: float
-    """Bytes a second in one direction, as an all-reduce reaches them."""
-    latency: float
-    """Seconds of an empty message."""
-
-
-class Network(NamedTuple):
-    """What the exchange of gradients depends on."""
-
-    gradient_bytes: float
-    links: Mapping[frozenset[str], Link]
-    """By the names of two nodes, or of one for the ranks inside it."""
-    hidden: float = HIDDEN
-    """See the module."""
-    two_levels: bool = False
-    """Whether the all-reduce may go in two levels, where that is faster."""
-
-    def between(self, one: str, other: str) -> Link | None:
-        """The link of two nodes; where it was not measured, as slow as the slower node's others.
-
-        A node without any measured link counts as slow as the slowest. None without any links.
-        """
-        measured = self.links.get(frozenset((one, other)))
-        return measured or _slowest([self._own(one), self._own(other)])
-
-    def inside(self, node: str) -> Link | None:
-        return self.links.get(frozenset((node,)))
-
-    def _own(self, node: str) -> Link | None:
-        """The node's fastest link to another one."""
-        between = {pair: link for pair, link in self.links.items() if len(pair) == 2}
-        own = [link for pair, link in between.items() if node in pair]
-        fastest_own = max(own, key=lambda link: link.bandwidth, default=None)
-        return fastest_own or _slowest(list(between.values()))
 
 
 class Prediction(NamedTuple):
@@ -119,56 +60,23 @@ def predict(global_batch: int, boxes: Sequence[Box], network: Network | None) ->
 def with_network(
     global_batch: int, boxes: Sequence[Box], network: Network | None, compute: float
 ) -> Prediction:
-    """The step whose slowest rank computes for ``compute`` seconds."""
+    """The step whose slowest rank computes for ``compute`` seconds, exchanged the fastest way."""
     names = tuple(name for box in boxes for name in box.names)
-    exchange = exchange_seconds(boxes, network) if network else 0.0
-    shown = 0.0
-    if network and exchange:
-        last_bucket = exchange / buckets(network.gradient_bytes)
-        shown = max(exchange - network.hidden * compute, last_bucket)
+    if network is None:
+        return Prediction(global_batch, names, compute, 0.0, 0.0)
+    each = [exchange_seconds(boxes, network, way) for way in network.ways]
+    shown, exchange = min(
+        (_shown(seconds, network, way, compute), seconds)
+        for seconds, way in zip(each, network.ways, strict=True)
+    )
     return Prediction(global_batch, names, compute, shown, exchange)
 
 
-def buckets(gradient_bytes: float) -> int:
-    """How many all-reduces DistributedDataParallel starts in one backward."""
-    return 1 + math.ceil(max(0.0, gradient_bytes - FIRST_BUCKET_BYTES) / BUCKET_BYTES)
-
-
-def exchange_seconds(boxes: Sequence[Box], network: Network) -> float:
-    """Of all gradients once: 0 for one rank, and where no link was measured."""
-    nodes = sum(len(box.names) for box in boxes)
-    ranks = sum(len(box.names) * len(box.ranks) for box in boxes)
-    inside = [network.inside(box.names[0]) for box in boxes if len(box.ranks) > 1]
-    if nodes == 1:
-        return _ring(ranks, inside[0] if inside else None, network.gradient_bytes)
-    between = _slowest([network.between(*pair) for pair in _neighbours(boxes)])
-    flat = _ring(ranks, between, network.gradient_bytes)
-    if not network.two_levels:
-        return flat
-    # To one rank of each node and back is as much as the ring inside the slowest node.
-    most = max(len(box.ranks) for box in boxes)
-    levels = _ring(most, _slowest(inside), network.gradient_bytes)
-    return min(flat, levels + _ring(nodes, between, network.gradient_bytes))
-
-
-def _ring(members: int, link: Link | None, gradient_bytes: float) -> float:
-    if members < 2 or link is None:
-        return 0.0
-    messages = 2 * (members - 1) * buckets(gradient_bytes)
-    return 2 * (members - 1) / members * gradient_bytes / link.bandwidth + messages * link.latency
-
-
-def _slowest(links: Sequence[Link | None]) -> Link | None:
-    known = [link for link in links if link is not None]
-    if not known:
-        return None
-    return Link(min(link.bandwidth for link in known), max(link.latency for link in known))
-
-
-def _neighbours(boxes: Sequence[Box]) -> Iterator[tuple[str, str]]:
-    """The pairs of nodes that are next to each other in the ring; of many alike the first two."""
-    names = [name for box in boxes for name in box.names[:2]]
-    yield from pairwise([*names, names[0]])
+def _shown(exchange: float, network: Network, way: Way, compute: float) -> float:
+    """Seconds a step of an exchange that are not hidden."""
+    if way.steps > 1:
+        return max(0.0, exchange / way.steps - compute)
+    return max(exchange - network.hidden * compute, exchange / buckets(network.gradient_bytes))
 
 
 def fastest(global_batch: int, nodes: Sequence[Box], network: Network | None) -> Prediction | None:
@@ -213,10 +121,11 @@ def _groups(nodes: Sequence[Box], network: Network | None) -> list[Box]:
     links: dict[str, object] = {}
     if network:
         measured = {name for pair in network.links for name in pair}
-        links = {name: (network.between(name, ""), network.inside(name)) for name in measured}
+        links = {name: (network.own(name), network.inside(name)) for name in measured}
     alike: dict[object, list[Box]] = {}
     for box in nodes:
-        alike.setdefault((box.ranks, links.get(box.names[0])), []).append(box)
+        name = network.known(box.names[0]) if network else ""
+        alike.setdefault((box.ranks, links.get(name)), []).append(box)
     return [Box(tuple(box.names[0] for box in group), group[0].ranks) for group in alike.values()]
 
 

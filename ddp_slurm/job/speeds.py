@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ddp_slurm.curve import Curve
 from ddp_slurm.errors import DdpSlurmError, quoted
-from ddp_slurm.predict import HIDDEN, Link, Network
+from ddp_slurm.exchange import HIDDEN, Link, Network
 from ddp_slurm.schema.fields import host_name, one_line, positive_number, seconds, word
 from ddp_slurm.schema.schema import Error, Invalid, Schema, key, mapping_of, short, tuple_of
 from ddp_slurm.schema.yaml_file import load_yaml, validate

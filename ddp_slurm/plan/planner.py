@@ -78,7 +78,7 @@ def _fastest_nodes(cluster: Cluster, options: JobOptions) -> tuple[str, ...]:
     candidates = options.nodes[1:] or tuple(n.name for n in cluster.nodes if n.gpu_count)
     options = options.replaced(nodes=candidates)
     components = _components(_used_nodes(cluster, options), options)
-    best = fastest(batch, boxes_of(components, options), network_of(options))
+    best = fastest(batch, boxes_of(components, options), network_of(components, options))
     if best is None:
         raise PlanError(
             f"--nodes {AUTO}: the max_batch of all ranks add up to less than the global batch of "

@@ -5,17 +5,11 @@ from typing import NamedTuple
 
 from ddp_slurm.balance import equal_shares, split_batch
 from ddp_slurm.curve import Curve
+from ddp_slurm.exchange import Box, Network, ways_of
 from ddp_slurm.job.options import JobOptions
 from ddp_slurm.plan.plan import Component, Plan, ranks_of
 from ddp_slurm.plan.shares import curve_and_limit
-from ddp_slurm.predict import (
-    Box,
-    Network,
-    Prediction,
-    fastest,
-    fastest_single,
-    with_network,
-)
+from ddp_slurm.predict import Prediction, fastest, fastest_single, with_network
 
 WORTH_IT = 0.98
 """Fewer nodes are proposed where their step is predicted to take less than this part."""
@@ -65,7 +59,7 @@ def forecast(plan: Plan) -> Forecast | None:
     if options.balance.speeds is None or options.balance.is_relative:
         return None
     boxes = boxes_of(plan.components, options)
-    network = network_of(options)
+    network = network_of(plan.components, options)
     by_name = {box.names[0]: box for box in boxes}
 
     def chosen(step: Prediction | None) -> Choice | None:
@@ -87,10 +81,22 @@ def forecast(plan: Plan) -> Forecast | None:
     )
 
 
-def network_of(options: JobOptions) -> Network | None:
-    """None where the file of speeds has no links."""
+def network_of(components: Sequence[Component], options: JobOptions) -> Network | None:
+    """None where the file of speeds has no links.
+
+    A node without a measured link is like the nodes of its component that have one.
+    """
     speeds = options.balance.speeds
-    return speeds.measured.network() if speeds and speeds.measured else None
+    network = speeds.measured.network() if speeds and speeds.measured else None
+    if network is None:
+        return None
+    measured = {name for pair in network.links for name in pair}
+    stand_ins: dict[str, str] = {}
+    for component in components:
+        first = next((name for name in component.nodes if name in measured), None)
+        if first is not None:
+            stand_ins |= {name: first for name in component.nodes if name not in measured}
+    return network._replace(stand_ins=stand_ins, ways=ways_of(options.comm))
 
 
 def boxes_of(components: Sequence[Component], options: JobOptions) -> list[Box]:

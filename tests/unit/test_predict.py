@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_slurm import curve, predict
+from ddp_slurm import curve, exchange, predict
 from ddp_slurm.balance import split_batch
+from ddp_slurm.comm import Comm
 from ddp_slurm.curve import Curve
-from ddp_slurm.predict import Box, Link, Network, Prediction, fastest, fastest_single
+from ddp_slurm.exchange import Box, Link, Network, Way
+from ddp_slurm.predict import Prediction, fastest, fastest_single
 
 MB = 1_000_000.0
 GIGABIT = Link(117 * MB, 0.0001)
@@ -38,7 +40,9 @@ def labs(draw: st.DrawFn) -> tuple[int, list[Box], Network]:
     pairs = [frozenset(pair) for pair in product(names, names)]
     measured = {pair: draw(links) for pair in pairs if draw(st.booleans())}
     network = Network(draw(st.sampled_from([1e5, 4e6, 5e7])), measured, draw(st.floats(0, 1)))
-    return draw(st.integers(1, 60)), nodes, network._replace(two_levels=draw(st.booleans()))
+    ways = draw(st.sampled_from(["exact", "bf16", "local:8", "auto:bf16", "auto:local"]))
+    network = network._replace(ways=exchange.ways_of(Comm.read(ways)))
+    return draw(st.integers(1, 60)), nodes, network
 
 
 def step_by_hand(batch: int, boxes: list[Box], network: Network) -> float | None:
@@ -102,37 +106,57 @@ def test_shares_leave_out_a_card_with_a_fixed_cost() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "two_levels", "seconds"),
+    ("ranks", "way", "seconds"),
     [
         # 40 MB, 3 buckets: 2 (R - 1) / R * 40 / 117 s and 6 (R - 1) messages of 0.1 ms
-        ([4, 2], False, 2 * 5 / 6 * 40 / 117 + 30 * 0.0001),
-        ([4, 2, 1], False, 2 * 6 / 7 * 40 / 117 + 36 * 0.0001),
-        ([4, 2], True, 40 / 117 + 6 * 0.0001),
-        ([4, 2, 1], True, 4 / 3 * 40 / 117 + 12 * 0.0001),
-        ([1, 1], True, 40 / 117 + 6 * 0.0001),
-        ([1], False, 0),
-        ([4], True, 0),  # nothing was measured inside the node
+        ([4, 2], exchange.PLAIN[0], 2 * 5 / 6 * 40 / 117 + 30 * 0.0001),
+        ([4, 2, 1], exchange.PLAIN[0], 2 * 6 / 7 * 40 / 117 + 36 * 0.0001),
+        # through the leaders; inside a node 3/2 * 40 / 4000 s
+        ([4, 2], Way(), 40 / 117 + 6 * 0.0001 + 0.015),
+        ([4, 2, 1], Way(), 4 / 3 * 40 / 117 + 12 * 0.0001 + 0.015),
+        ([4, 2], exchange.BF16, 20 / 117 + 6 * 0.0001 + 0.015),
+        ([1, 1], Way(), 40 / 117 + 6 * 0.0001),
+        ([1], Way(), 0),
+        ([4], Way(), 0.015),
     ],
 )
-def test_exchange_in_a_ring_and_in_two_levels(
-    ranks: list[int], two_levels: bool, seconds: float
-) -> None:
+def test_exchange_in_a_ring_and_in_two_levels(ranks: list[int], way: Way, seconds: float) -> None:
     boxes = [Box((f"n{i}",), ((Curve.line(0, 1), 9),) * n) for i, n in enumerate(ranks)]
-    pairs = combinations([box.names[0] for box in boxes], 2)
-    links = {frozenset(pair): GIGABIT for pair in pairs}
-    network = Network(40 * MB, links, two_levels=two_levels)
-    assert predict.exchange_seconds(boxes, network) == pytest.approx(seconds)
-    inside = {frozenset((box.names[0],)): Link(400 * MB, 0.0) for box in boxes}
-    both = network._replace(links={**links, **inside})
-    more = 0.0
-    if len(ranks) == 1 and ranks[0] > 1:
-        more = 2 * 3 / 4 * 40 / 400
-    elif two_levels and max(ranks) > 1:
-        more = min(
-            2 * 3 / 4 * 40 / 400,
-            predict.exchange_seconds(boxes, network._replace(two_levels=False)) - seconds,
-        )
-    assert predict.exchange_seconds(boxes, both) == pytest.approx(seconds + more)
+    links = {frozenset(pair): GIGABIT for pair in combinations([box.names[0] for box in boxes], 2)}
+    links |= {frozenset(box.names): Link(4000 * MB, 0.0) for box in boxes}
+    assert exchange.exchange_seconds(boxes, Network(40 * MB, links), way) == pytest.approx(seconds)
+
+
+def test_exchange_takes_one_ring_where_the_node_is_the_slower_part() -> None:
+    boxes = [Box((name,), ((Curve.line(0, 1), 9),) * 2) for name in "ab"]
+    links = {frozenset("ab"): GIGABIT, frozenset("a"): Link(10 * MB, 0.0)}
+    network = Network(40 * MB, links)
+    assert exchange.exchange_seconds(boxes, network, Way()) == exchange.exchange_seconds(
+        boxes, network, exchange.PLAIN[0]
+    )
+    assert exchange.exchange_seconds(boxes, network, exchange.BF16) > 4
+
+
+@pytest.mark.parametrize(
+    ("comm", "network"),
+    [
+        ("exact", 1.0 - 0.1),
+        ("auto", 1.0 - 0.1),
+        ("powersgd", 1.0 - 0.1),
+        ("bf16", 0.5 - 0.1),
+        ("auto:bf16", 0.5 - 0.1),
+        ("local:2", 0.25 - 0.2),
+        ("local:32", 0.0),
+        ("auto:local", 0.0),
+    ],
+)
+def test_network_follows_the_way_of_exchange(comm: str, network: float) -> None:
+    boxes = [Box((name,), ((Curve.line(0, 0.05), 4),)) for name in "ab"]
+    both = Network(40 * MB, {frozenset("ab"): Link(40 * MB, 0.0)})
+    step = predict.predict(8, boxes, both._replace(ways=exchange.ways_of(Comm.read(comm))))
+    assert step is not None
+    assert step.compute == pytest.approx(0.2)
+    assert step.network == pytest.approx(network)
 
 
 @pytest.mark.parametrize(
@@ -202,14 +226,14 @@ def test_many_nodes_are_chosen_by_groups() -> None:
     """A thousand fast nodes on a fast link, and a thousand behind a slow one."""
     card = (Curve.line(0.005, 0.0001), 10_000)
     nodes = [Box((f"f{i}",), (card,) * 4) for i in range(1000)]
-    nodes += [Box((f"s{i}",), (card,)) for i in range(1000)]
+    nodes += [Box((f"s{i}",), (card,) * 4) for i in range(1000)]
     links = {
         frozenset(("f0", "f1")): Link(10_000 * MB, 0.00001),
         frozenset(("f0", "s0")): Link(10 * MB, 0.001),
         frozenset(("s0", "s1")): Link(10 * MB, 0.001),
     }
-    links |= {frozenset(("f0", f"f{i}")): Link(10_000 * MB, 0.00001) for i in range(2, 1000)}
-    best = fastest(200_000, nodes, Network(40 * MB, links))
+    stand_ins = {f"{kind}{i}": f"{kind}0" for kind in "fs" for i in range(2, 1000)}
+    best = fastest(200_000, nodes, Network(40 * MB, links, stand_ins=stand_ins))
     assert isinstance(best, Prediction)
     assert {name[0] for name in best.names} == {"f"}
     assert 16 <= len(best.names) <= 1000

@@ -26,6 +26,7 @@ EVERY_RANK = (
     "rank_env",
     "curve",
     "balance",
+    "exchange",
     "predict",
 )
 """Modules that every rank may import: they need the standard library only."""
