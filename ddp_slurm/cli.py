@@ -10,6 +10,7 @@ from ddp_slurm import __version__, console
 COMMANDS = {
     "ddp_slurm.submit": ("submit",),
     "ddp_slurm.plan.commands": ("plan",),
+    "ddp_slurm.measure": ("measure",),
     "ddp_slurm.runs.commands": ("status", "logs", "cancel"),
     "ddp_slurm.cluster.discover": ("discover",),
     "ddp_slurm.admin.commands": ("doctor", "cluster"),

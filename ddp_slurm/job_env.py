@@ -19,6 +19,9 @@ GLOBAL_BATCH_SIZE = "DDP_SLURM_GLOBAL_BATCH_SIZE"
 SHARES = "DDP_SLURM_SHARES"
 BALANCE = "DDP_SLURM_BALANCE"
 COMM = "DDP_SLURM_COMM"
+PREDICTED_STEP = "DDP_SLURM_PREDICTED_STEP"
+MEASURE_FILE = "DDP_SLURM_MEASURE_FILE"
+MEASURED_RANKS = "DDP_SLURM_MEASURED_RANKS"
 REQUEUE_MARKER = "DDP_SLURM_REQUEUE_MARKER"
 TOKEN = "DDP_SLURM_TOKEN"
 
@@ -47,6 +50,14 @@ class JobEnv:
     measure their speed at the start and choose the shares themselves."""
     comm: Comm | None = None
     """DDP_SLURM_COMM: how the ranks exchange gradients, as ``--comm`` has it; None: exactly."""
+    predicted_step: float | None = None
+    """DDP_SLURM_PREDICTED_STEP: seconds that an optimizer step takes by the file of speeds."""
+    measure_file: str | None = None
+    """DDP_SLURM_MEASURE_FILE: the path at which rank 0 writes a file of speeds; the training ends
+    where it would have chosen its shares. Set by ``ddp-slurm measure``."""
+    measured_ranks: tuple[tuple[str, str], ...] | None = None
+    """DDP_SLURM_MEASURED_RANKS: node and GPU type of each rank as the cluster's file names them, as
+    ``gamma/titan,beta/v100``; the type is empty where it names none."""
     requeue_marker: str | None = None
     """DDP_SLURM_REQUEUE_MARKER: path of the file that rank 0 creates after it stopped before the
     time limit with a good snapshot: the job script then requeues the job."""
@@ -63,6 +74,9 @@ class JobEnv:
             SHARES: _counts_text(self.shares),
             BALANCE: self.balance,
             COMM: None if self.comm is None else str(self.comm),
+            PREDICTED_STEP: None if self.predicted_step is None else repr(self.predicted_step),
+            MEASURE_FILE: self.measure_file,
+            MEASURED_RANKS: _places_text(self.measured_ranks),
             REQUEUE_MARKER: self.requeue_marker,
             TOKEN: self.token,
         }
@@ -83,6 +97,9 @@ class JobEnv:
             shares=_counts(env, SHARES),
             balance=env.get(BALANCE),
             comm=_comm(env),
+            predicted_step=_seconds(env, PREDICTED_STEP),
+            measure_file=env.get(MEASURE_FILE),
+            measured_ranks=_places(env, MEASURED_RANKS),
             requeue_marker=env.get(REQUEUE_MARKER),
             token=_token(env),
         )
@@ -99,6 +116,10 @@ def _number_text(number: int | None) -> str | None:
 
 def _counts_text(counts: tuple[int, ...] | None) -> str | None:
     return None if counts is None else compress_tasks_per_node(counts)
+
+
+def _places_text(places: tuple[tuple[str, str], ...] | None) -> str | None:
+    return None if places is None else ",".join("/".join(place) for place in places)
 
 
 def _number(env: Mapping[str, str], name: str) -> int | None:
@@ -135,3 +156,22 @@ def _comm(env: Mapping[str, str]) -> Comm | None:
         return Comm.read(text)
     except ValueError as error:
         raise JobEnvError(f"{COMM}: {error}") from None
+
+
+def _seconds(env: Mapping[str, str], name: str) -> float | None:
+    text = env.get(name)
+    if text is None:
+        return None
+    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?(e[+-]?[0-9]{1,3})?", text):
+        raise JobEnvError(f"{name}={text!r} is not a number of seconds >= 0")
+    return float(text)
+
+
+def _places(env: Mapping[str, str], name: str) -> tuple[tuple[str, str], ...] | None:
+    text = env.get(name)
+    if text is None:
+        return None
+    places = [place.split("/") for place in text.split(",")]
+    if any(len(place) != 2 or not place[0] for place in places):
+        raise JobEnvError(f"{name}={text!r} is not a list such as gamma/titan,beta/v100")
+    return tuple((node, gpu_type) for node, gpu_type in places)

@@ -60,35 +60,53 @@ def submit(*, backend: str, dry_run: bool, script: Path | None, follow: bool, **
 
     Prints the job's id on stdout.
     """
-    chosen = _choose(backend, script=script, dry_run=dry_run, follow=follow)
+    if script is not None:
+        _check_goes_with_script(backend, follow=follow)
+        backend = "sbatch"
+    chosen = choose_backend(backend, submits=script is None and not dry_run)
     request = request_of(chosen, **typed)
     reading = read_request(request)
     _check_what_starts(reading)
     plan = reading.plan()
     if script is not None:
         _write_script(plan, script, dry_run=dry_run)
-    elif chosen in IN_THE_TERMINAL:
-        _run_in_the_terminal(plan, request, dry_run=dry_run)
     else:
-        _submit_to_slurm(plan, request, dry_run=dry_run, follow=follow)
+        raise SystemExit(start(plan, request, dry_run=dry_run, follow=follow))
 
 
-def _choose(backend: str, *, script: Path | None, dry_run: bool, follow: bool) -> str:
-    """The backend that starts the job. Raises OptionsError, or SubmitError without sbatch."""
-    if script is not None:
-        if backend not in ("auto", "sbatch"):
-            raise OptionsError(
-                f"--script writes an sbatch script; it cannot be combined with --backend {backend}"
-            )
-        if follow:
-            raise OptionsError("--script submits nothing; it cannot be combined with --follow")
-        return "sbatch"
+def start(plan: Plan, request: Request, *, dry_run: bool = False, follow: bool = False) -> int:
+    """Start the job with the request's backend. Returns the exit status, 0 for a job that waits.
+
+    Args:
+        dry_run: print what would be started instead.
+        follow: of a Slurm job: stay until it ends.
+    """
+    if request.backend in IN_THE_TERMINAL:
+        return _run_in_the_terminal(plan, request, dry_run=dry_run)
+    return _submit_to_slurm(plan, request, dry_run=dry_run, follow=follow)
+
+
+def _check_goes_with_script(backend: str, *, follow: bool) -> None:
+    if backend not in ("auto", "sbatch"):
+        raise OptionsError(
+            f"--script writes an sbatch script; it cannot be combined with --backend {backend}"
+        )
+    if follow:
+        raise OptionsError("--script submits nothing; it cannot be combined with --follow")
+
+
+def choose_backend(backend: str, *, submits: bool = True) -> str:
+    """The backend that starts the job. Raises SubmitError where sbatch is needed and not here.
+
+    Args:
+        submits: False for what is only printed or written to a file.
+    """
     if backend == "auto":
         if sbatch.is_available():
             return "sbatch"
         console.say("no sbatch on PATH: the ranks run on this machine (--backend local)")
         return "local"
-    if backend not in IN_THE_TERMINAL and not dry_run and not sbatch.is_available():
+    if backend not in IN_THE_TERMINAL and submits and not sbatch.is_available():
         raise sbatch.SubmitError(
             "no sbatch on PATH: is this a login node of the cluster? "
             "Without Slurm use --backend local"
@@ -112,7 +130,7 @@ def _check_what_starts(reading: Reading) -> None:
 # What starts and keeps a job is imported where it is used: a dry run does not wait for it.
 
 
-def _run_in_the_terminal(plan: Plan, request: Request, *, dry_run: bool) -> None:
+def _run_in_the_terminal(plan: Plan, request: Request, *, dry_run: bool) -> int:
     from ddp_slurm.backends import local, torchrun
     from ddp_slurm.runs.foreground import run_and_keep
 
@@ -120,20 +138,19 @@ def _run_in_the_terminal(plan: Plan, request: Request, *, dry_run: bool) -> None
     text = place.describe(plan)
     if dry_run:
         print(text, end="")
-        return
+        return 0
     if "output" in plan.options.given:
         make_log_folder(plan.options)
-    status = run_and_keep(
+    return run_and_keep(
         plan,
         backend=request.backend,
         script=text,
         run=place.run,
         cluster_file=request.cluster_file,
     )
-    raise SystemExit(status)
 
 
-def _submit_to_slurm(plan: Plan, request: Request, *, dry_run: bool, follow: bool) -> None:
+def _submit_to_slurm(plan: Plan, request: Request, *, dry_run: bool, follow: bool) -> int:
     runs = runs_folder(plan.options.output)
     job = None
     if request.backend == "submitit":
@@ -143,7 +160,7 @@ def _submit_to_slurm(plan: Plan, request: Request, *, dry_run: bool, follow: boo
     script = job.script if job else render_sbatch(plan, runs)
     if dry_run:
         print(script, end="")
-        return
+        return 0
     from ddp_slurm.runs.keep import make_runs_folder
     from ddp_slurm.runs.limits import warn_of_partition_limits
 
@@ -157,12 +174,13 @@ def _submit_to_slurm(plan: Plan, request: Request, *, dry_run: bool, follow: boo
     job_id = job.submit() if job else _submit_script(plan, script, runs, request.cluster_file)
     console.say(f"submitted; the log is {_shown_log(plan, job_id)}")
     print(job_id, flush=True)
-    if follow:
-        from ddp_slurm.runs.follow import follow as follow_job
-        from ddp_slurm.runs.job import find_job
+    if not follow:
+        return 0
+    from ddp_slurm.runs.follow import follow as follow_job
+    from ddp_slurm.runs.job import find_job
 
-        submitted, _ = find_job(job_id, runs)
-        raise SystemExit(follow_job(submitted, sys.stderr))
+    submitted, _ = find_job(job_id, runs)
+    return follow_job(submitted, sys.stderr)
 
 
 def _sbatch_variables() -> list[str]:

@@ -119,7 +119,7 @@ def test_measure_cost_ignores_a_disturbed_sweep(
         assert is_first is (sweep == 0)
         return (1.0 if sweep == disturbed else 0.0) + 0.002 + 0.0001 * size
 
-    monkeypatch.setattr(calibrate, "_seconds_of_step", seconds_of_step)
+    monkeypatch.setattr(calibrate, "seconds_of_step", seconds_of_step)
     source = ResidentTensors(*make_data(4, torch.float32), torch.device("cpu"))
     cost = measure_cost(step_of(torch.nn.Linear(1, 1), source), 40, 64)
     assert calls == [20, 40, 60] * 3

@@ -44,6 +44,7 @@ SUBMITTING_SIDE = (
     "admin",
     "lab",
     "submit",
+    "measure",
     "cli",
 )
 """Rooms in order: each may import those before it."""

@@ -23,6 +23,7 @@ from ddp_slurm.training.exchange import broadcast_value
 from ddp_slurm.training.links.layout import Layout
 from ddp_slurm.training.links.local_steps import LocalSteps
 from ddp_slurm.training.links.wrap import Links, attach, warn_at_end
+from ddp_slurm.training.measure.shares import shares_by_measuring
 from ddp_slurm.training.process_group.ending import print_errors_plainly
 from ddp_slurm.training.process_group.facts import (
     RankFacts,
@@ -44,7 +45,7 @@ from ddp_slurm.training.process_group.start_group import (
 )
 from ddp_slurm.training.process_group.startup_check import check_launch
 from ddp_slurm.training.process_group.stop_signal import catch_stop_signal, is_stop_requested
-from ddp_slurm.training.uneven.calibrate import TrainingStep, measured_shares
+from ddp_slurm.training.uneven.calibrate import TrainingStep
 from ddp_slurm.training.uneven.gradients import wrap_model
 from ddp_slurm.training.uneven.sample_batches import TrainingData, batch_reader
 
@@ -129,7 +130,7 @@ class World:
         if not self._measures:
             return self.planned_shares(global_batch)
         step = TrainingStep(model, loss_function, batch_reader(data, self.device), self.device)
-        return measured_shares(step, global_batch, self.control, max_batch)
+        return shares_by_measuring(step, global_batch, self.ranks, self.control, max_batch)
 
     def wrap(
         self,
@@ -171,7 +172,9 @@ class World:
 
     @property
     def _measures(self) -> bool:
-        return self.world_size > 1 and JobEnv.from_environ().balance == MEASURED
+        job = JobEnv.from_environ()
+        is_uneven = self.world_size > 1 and job.balance == MEASURED
+        return is_uneven or job.measure_file is not None
 
     def close(self) -> None:
         """Leave in order: rank 0, which holds the store, leaves last."""

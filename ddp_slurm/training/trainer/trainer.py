@@ -14,6 +14,7 @@ from ddp_slurm.comm import EXACT
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.job_env import MEASURED, JobEnv
 from ddp_slurm.training.data import DataError, Source, as_source
+from ddp_slurm.training.measure.shares import shares_by_measuring
 from ddp_slurm.training.process_group import World
 from ddp_slurm.training.process_group.stop_signal import stop_when_preempted
 from ddp_slurm.training.process_group.stop_vote import StopVote
@@ -26,7 +27,7 @@ from ddp_slurm.training.trainer.report import print_rank_table, say
 from ddp_slurm.training.trainer.saver import Saver
 from ddp_slurm.training.trainer.step import OptimizerStep, check_scaler
 from ddp_slurm.training.uneven.batchnorm import BatchNormStatistics
-from ddp_slurm.training.uneven.calibrate import TrainingStep, measured_shares, slowest_step
+from ddp_slurm.training.uneven.calibrate import TrainingStep, slowest_step
 from ddp_slurm.training.uneven.gradients import LossFunction, find_ddp
 from ddp_slurm.training.uneven.sampler import BalancedSampler, seed_of
 from ddp_slurm.training.uneven.weighted_loss import WeightedLoss
@@ -170,7 +171,9 @@ class Trainer:
         config, world = self.config, self.world
         if len(self.train_data) == 0:
             raise BalanceError("the training data have no samples")
-        shares = config.shares if config.shares is not None else self._choose_shares()
+        is_measurement = JobEnv.from_environ().measure_file is not None
+        given = None if is_measurement else config.shares
+        shares = self._choose_shares() if given is None else given
         if len(shares) != world.world_size or sum(shares) != config.global_batch:
             raise BalanceError(
                 f"shares {list(shares)}: expected {world.world_size} shares with the sum "
@@ -182,8 +185,8 @@ class Trainer:
         config, world = self.config, self.world
         if JobEnv.from_environ().balance != MEASURED:
             return world.planned_shares(config.global_batch)
-        step = self._training_step()
-        return measured_shares(step, config.global_batch, world.control, config.micro_batch)
+        step, limit = self._training_step(), config.micro_batch
+        return shares_by_measuring(step, config.global_batch, world.ranks, world.control, limit)
 
     def _wrapped(self) -> nn.Module:
         if self.world.world_size == 1:
@@ -203,6 +206,8 @@ class Trainer:
             self._any_batch,
             self.world.device,
             self.precision.autocast,
+            self.optimizer,
+            self.precision.name,
         )
 
     def _any_batch(self, samples: int) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ddp_slurm.balance import equal_shares, split_batch
 from ddp_slurm.training.exchange import all_gather_values
@@ -35,7 +36,7 @@ Cost = tuple[float, float]
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """What is measured: forward, loss and backward of a batch. No communication, no optimizer."""
+    """What is measured: forward, loss and backward of a batch. No communication."""
 
     model: nn.Module
     """The module without DistributedDataParallel, on ``device``. A copy of it does the work."""
@@ -46,6 +47,10 @@ class TrainingStep:
     device: torch.device
     autocast: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
     """Makes the context of forward and loss, such as ``lambda: torch.autocast("cuda")``."""
+    optimizer: Optimizer | None = None
+    """Over the model's parameters; its step is in the times of ``ddp-slurm measure``."""
+    precision: str | None = None
+    """fp32, fp16 or bf16, for a person; None: that of the parameters."""
 
 
 def measured_shares(
@@ -136,13 +141,13 @@ def measure_cost(
     least = min(2, share)  # a BatchNorm1d has no variance of one sample
     sizes = [max(least, share // 2), share, min(3 * share // 2, max_batch)]
     state = random_state(step.device)
-    work = _working_copy(step.model)
+    work = working_copy(step.model)
     times = [float("inf")] * len(sizes)
     for sweep in range(SWEEPS):
         for i, size in enumerate(sizes):
             if control is not None:
                 dist.barrier(group=control)
-            seconds = _seconds_of_step(step, work, size, is_first=sweep == 0)
+            seconds = seconds_of_step(step, work, size, is_first=sweep == 0)
             times[i] = min(times[i], seconds)
     set_random_state(state, step.device)
     return fit_line(sizes, times)
@@ -167,8 +172,13 @@ def fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> Cost:
     return round(alpha, 9), round(beta, 12)
 
 
-def _working_copy(model: nn.Module) -> nn.Module:
-    work = copy.deepcopy(model)
+def working_copy(model: nn.Module) -> nn.Module:
+    """A copy to measure with, in training mode."""
+    return made_measurable(copy.deepcopy(model))
+
+
+def made_measurable(work: nn.Module) -> nn.Module:
+    """The same module in training mode, with layers that do not wait for other ranks."""
     if not work.training:
         work.train()
     for layer in work.modules():
@@ -178,10 +188,18 @@ def _working_copy(model: nn.Module) -> nn.Module:
     return work
 
 
-def _seconds_of_step(step: TrainingStep, work: nn.Module, size: int, *, is_first: bool) -> float:
+def seconds_of_step(
+    step: TrainingStep,
+    work: nn.Module,
+    size: int,
+    *,
+    is_first: bool,
+    optimizer: Optimizer | None = None,
+) -> float:
     """The fastest of a few steps, since the others were disturbed.
 
-    A size's very first step is not counted: it allocates memory and loads kernels.
+    A size's very first step is not counted: it allocates memory and loads kernels. ``optimizer``
+    is over the parameters of ``work``; None leaves the update out.
     """
     best, spent = float("inf"), 0.0
     for repeat in range(-1 if is_first else 0, REPEATS):
@@ -189,12 +207,14 @@ def _seconds_of_step(step: TrainingStep, work: nn.Module, size: int, *, is_first
             break
         # Not timed: a DataLoader starts its workers for each batch here, in training once an epoch.
         inputs, targets = step.get_batch(size)
-        _wait_for_device(step.device)
+        wait_for_device(step.device)
         started = time.perf_counter()
         with step.autocast():
             loss = step.loss_function(work(inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]
-        _wait_for_device(step.device)
+        if optimizer is not None:
+            optimizer.step()
+        wait_for_device(step.device)
         if repeat >= 0:
             seconds = time.perf_counter() - started
             best = min(best, seconds)
@@ -203,6 +223,7 @@ def _seconds_of_step(step: TrainingStep, work: nn.Module, size: int, *, is_first
     return best
 
 
-def _wait_for_device(device: torch.device) -> None:
+def wait_for_device(device: torch.device) -> None:
+    """Until the GPU has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

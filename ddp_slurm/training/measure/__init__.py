@@ -1,0 +1,1 @@
+"""What ``ddp-slurm measure`` runs on the ranks: cards, links, and the file of speeds."""
