@@ -28,6 +28,7 @@ from ddp_slurm.training import (
     no_sample_loss,
 )
 from ddp_slurm.training.data import ResidentTensors
+from ddp_slurm.training.measure.links import measure_links, rings_of
 from ddp_slurm.training.trainer.evaluation import evaluate
 from ddp_slurm.training.trainer.precision import Precision
 from ddp_slurm.training.uneven import calibrate, gradients
@@ -322,3 +323,31 @@ def measured(
 def example(pipe: Connection, script: Path, arguments: list[str]) -> None:
     sys.argv = [str(script), *arguments]
     runpy.run_path(str(script), run_name="__main__")
+
+
+class SleepyOptimizer(torch.optim.SGD):
+    """Its update takes 50 ms."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        time.sleep(0.05)
+        super().step(closure)
+
+
+def measured_card(pipe: Connection) -> object:
+    """The status with which the Trainer ends the process in a job of ddp-slurm measure."""
+    with init_distributed() as world:
+        model = SleepyModel(0.001)
+        data = ResidentTensors(*make_data(40, torch.float32), world.device)
+        optimizer = SleepyOptimizer(model.parameters(), lr=0.1)
+        settings = {"global_batch": 8, "total_epochs": 1, "micro_batch": 16}
+        try:
+            Trainer(world, model, optimizer, cross_entropy, data, **settings)
+        except SystemExit as end:
+            return end.code
+    raise AssertionError("the Trainer came back")
+
+
+def measured_links(pipe: Connection) -> Any:
+    with init_distributed() as world:
+        rings = rings_of([fact.node_rank for fact in world.ranks])
+        return rings, measure_links(rings, world.device, world.control)
