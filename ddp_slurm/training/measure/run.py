@@ -15,7 +15,7 @@ from ddp_slurm.errors import counted
 from ddp_slurm.files import write_whole
 from ddp_slurm.job_env import JobEnv, JobEnvError
 from ddp_slurm.training.exchange import all_gather_values
-from ddp_slurm.training.measure.cards import measure_card
+from ddp_slurm.training.measure.cards import CardSpeed, measure_card
 from ddp_slurm.training.measure.links import measure_links, rings_of
 from ddp_slurm.training.measure.overlap import measure_hidden
 from ddp_slurm.training.measure.speeds_file import RankSpeed, speeds_text
