@@ -117,6 +117,8 @@ class Plan:
     """Samples of the global batch for each rank."""
     machines: tuple[Node, ...]
     """The nodes in the order of node ranks, as cluster.yaml describes them."""
+    predicted_step: float | None = None
+    """Seconds of an optimizer step by the file of speeds; None without one."""
 
     @property
     def name(self) -> str:
@@ -159,5 +161,6 @@ class Plan:
             global_batch_size=self.options.global_batch_size,
             shares=self.shares,
             balance=self.options.balance.kind,
+            predicted_step=self.predicted_step,
             comm=None if self.options.comm == EXACT else self.options.comm,
         )

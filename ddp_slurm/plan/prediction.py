@@ -56,7 +56,7 @@ def forecast(plan: Plan) -> Forecast | None:
     batch = options.global_batch_size
     if batch is None or plan.shares is None:
         return None
-    if options.balance.speeds is None or options.balance.is_relative:
+    if options.balance.file is None:
         return None
     boxes = boxes_of(plan.components, options)
     network = network_of(plan.components, options)
@@ -79,6 +79,18 @@ def forecast(plan: Plan) -> Forecast | None:
         single=chosen(fastest_single(batch, boxes, network)),
         bound=sum(share / seconds for share, seconds in pairs if seconds),
     )
+
+
+def predicted_step(
+    components: Sequence[Component], options: JobOptions, shares: Sequence[int] | None
+) -> float | None:
+    """Seconds of a step with these shares; None where they do not follow from a file of speeds."""
+    batch = options.global_batch_size
+    if batch is None or shares is None or options.balance.file is None:
+        return None
+    boxes = boxes_of(components, options)
+    network = network_of(components, options)
+    return float(f"{_choice(batch, boxes, network, shares).step.seconds:.6g}")
 
 
 def network_of(components: Sequence[Component], options: JobOptions) -> Network | None:

@@ -1,5 +1,6 @@
 """``ddp-slurm measure``: from the ranks' timings to a file that ``plan`` reads."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,15 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddp_slurm.comm import EXACT, Comm
+from ddp_slurm.curve import Curve
 from ddp_slurm.exchange import Link
 from ddp_slurm.job.speeds import read_speeds
 from ddp_slurm.training.measure import cards
 from ddp_slurm.training.measure.cards import CardSpeed, measure_card
+from ddp_slurm.training.measure.forecast import advice, boxes_of, network_of
 from ddp_slurm.training.measure.links import Ring, rings_of
 from ddp_slurm.training.measure.speeds_file import RankSpeed, entries_of, speeds_text
+from ddp_slurm.training.trainer.report import print_prediction
 from ddp_slurm.training.uneven.calibrate import TrainingStep
 
-from .workers import measured_card, measured_links
+from .workers import measured_card, measured_links, trained_with_slow_network
 from .worlds import run_world
 
 CLUSTER = """\
@@ -144,3 +149,49 @@ def test_entries_are_of_types_and_of_unlike_nodes(tmp_path: Path) -> None:
     network = speeds.measured.network()
     assert network is not None
     assert network.between("n2", "n1") == Link(117e6, 1.5e-05)
+
+
+def test_advice_where_one_node_alone_is_faster() -> None:
+    """Of 100 samples the fast node takes 10 ms alone; 8 MB go over the link in 80 ms."""
+    curves = [Curve.line(0.0, 0.0001), Curve.line(0.0, 0.0004)]
+    boxes = boxes_of(["fast", "slow"], curves, 100)
+    network = network_of(["fast", "slow"], Link(100e6, 0.0), 8e6, EXACT)
+    text = advice(100, boxes, network, EXACT)
+    # together: 8 ms of compute, of whose half the exchange hides behind; 84 ms
+    assert text == (
+        "slower than fast alone, predicted: 1,190 against 10,000 images/s (a step of 84 ms: compute"
+        " 8, network 76); what would help: a global batch of 400: 4,167; --comm auto:local, which "
+        "is not exact: 12,500; --nodes fast: 10,000"
+    )
+    faster = network_of(["fast", "slow"], Link(100e9, 0.0), 8e6, EXACT)
+    assert advice(100, boxes, faster, EXACT) is None
+    bf16 = Comm.read("bf16")
+    inexact = advice(100, boxes, network_of(["fast", "slow"], Link(100e6, 0.0), 8e6, bf16), bf16)
+    assert inexact is not None
+    assert "auto:local" not in inexact
+
+
+def test_prediction_is_printed_beside_what_a_step_took(capsys: pytest.CaptureFixture[str]) -> None:
+    print_prediction(0.010, [0.5, 0.011, 0.012, 0.013], 100)
+    assert capsys.readouterr().out == (
+        "a step was predicted to take 10 ms, 10,000 images/s; it took 12 ms, 8,333 images/s "
+        "(+20 %)\n"
+    )
+    print_prediction(None, [0.5], 100)
+    print_prediction(0.010, [], 100)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_trainer_reports_prediction_and_slow_network(tmp_path: Path, planned: bool) -> None:
+    environ = {"DDP_SLURM_BALANCE": "measured"}
+    if planned:
+        environ = {"DDP_SLURM_SHARES": "4,4", "DDP_SLURM_PREDICTED_STEP": "0.004"}
+    run_world(tmp_path, (1, 1), trained_with_slow_network, environ=environ)
+    text = (tmp_path / "rank0.log").read_text()
+    assert re.search(r"^a step was predicted to take [\d.]+ ms, .*; it took ", text, re.M), text
+    if planned:
+        assert "a step was predicted to take 4 ms, 2,000 images/s; it took" in text
+        assert "slower than" not in text
+    else:
+        assert text.count("slower than vm1 alone, predicted: ") == 1, text

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from ddp_slurm.exchange import Link
 from ddp_slurm.training import (
     BalancedSampler,
     BatchNormStatistics,
@@ -28,6 +29,7 @@ from ddp_slurm.training import (
     no_sample_loss,
 )
 from ddp_slurm.training.data import ResidentTensors
+from ddp_slurm.training.measure import shares
 from ddp_slurm.training.measure.links import measure_links, rings_of
 from ddp_slurm.training.trainer.evaluation import evaluate
 from ddp_slurm.training.trainer.precision import Precision
@@ -351,3 +353,16 @@ def measured_links(pipe: Connection) -> Any:
     with init_distributed() as world:
         rings = rings_of([fact.node_rank for fact in world.ranks])
         return rings, measure_links(rings, world.device, world.control)
+
+
+def trained_with_slow_network(pipe: Connection) -> None:
+    """An epoch of the Trainer on two nodes, whose link was measured to have a kilobyte a second."""
+    shares.measure_ring = lambda *args: Link(1000.0, 0.0)
+    with init_distributed() as world:
+        for fact in world.ranks:
+            object.__setattr__(fact, "node_name", f"vm{fact.rank}")
+        model = SleepyModel(0.002 if world.rank == 0 else 0.001)
+        data = ResidentTensors(*make_data(40, torch.float32), world.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        settings = {"global_batch": 8, "total_epochs": 1, "log_every_steps": 1}
+        Trainer(world, model, optimizer, cross_entropy, data, **settings).train()

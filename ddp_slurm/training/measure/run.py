@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ddp_slurm import __version__
 from ddp_slurm.curve import Curve
@@ -45,17 +46,16 @@ def measure_and_leave(
     cards = [card for _, _, card in everyone]
     rings = rings_of([fact.node_rank for fact in ranks])
     links = measure_links(rings, step.device, control)
-    gradients = [p for p in step.model.parameters() if p.requires_grad]
-    gradient_bytes = sum(p.numel() * p.element_size() for p in gradients)
+    size = gradient_bytes(step.model)
     curves = [Curve.through(speed.points) for speed in speeds]
     sizes = set.intersection(*({size for size, _ in speed.points} for speed in speeds))
-    hidden = measure_hidden(step, curves, sorted(sizes), gradient_bytes)
+    hidden = measure_hidden(step, curves, sorted(sizes), size)
     if dist.get_rank(control) == 0:
         places = _places(ranks)
         node_names = {fact.node_rank: node for fact, (node, _) in zip(ranks, places, strict=True)}
         measured = {
             **_circumstances(step),
-            "gradient_bytes": gradient_bytes,
+            "gradient_bytes": size,
             "hidden": None if hidden is None else round(hidden, 3),
             "links": [
                 {
@@ -73,6 +73,11 @@ def measure_and_leave(
         _write(speeds_text(of_ranks, measured), len(ranks))
     dist.barrier(group=control)
     raise SystemExit(0)
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """Of what a step exchanges."""
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 
 
 def _places(ranks: Sequence[RankFacts]) -> list[tuple[str, str]]:

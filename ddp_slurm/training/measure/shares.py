@@ -4,8 +4,13 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from ddp_slurm.comm import EXACT
+from ddp_slurm.curve import Curve
 from ddp_slurm.job_env import JobEnv
-from ddp_slurm.training.measure.run import measure_and_leave
+from ddp_slurm.predict import predict
+from ddp_slurm.training.measure.forecast import advice, boxes_of, network_of
+from ddp_slurm.training.measure.links import measure_ring
+from ddp_slurm.training.measure.run import gradient_bytes, measure_and_leave
 from ddp_slurm.training.process_group.facts import RankFacts
 from ddp_slurm.training.uneven.calibrate import TrainingStep, measured_shares
 
@@ -16,11 +21,28 @@ def shares_by_measuring(
     ranks: Sequence[RankFacts],
     control: dist.ProcessGroup,
     max_batch: int | None = None,
-) -> list[int]:
-    """Samples of a global batch per rank; see ``measured_shares``. All ranks call it.
+) -> tuple[list[int], float | None]:
+    """Samples of a global batch per rank, see ``measured_shares``, and the predicted seconds of a
+    step. All ranks call it.
 
-    In a job of ``ddp-slurm measure`` it writes the file of speeds and ends the process instead.
+    Where the job is predicted to be slower than its fastest node alone rank 0 prints so, with what
+    would help. In a job of ``ddp-slurm measure`` the file of speeds is written and the process ends
+    instead.
     """
-    if JobEnv.from_environ().measure_file is not None:
+    job = JobEnv.from_environ()
+    if job.measure_file is not None:
         measure_and_leave(step, ranks, control, max_batch)
-    return measured_shares(step, global_batch, control, max_batch)
+    shares, costs = measured_shares(step, global_batch, control, max_batch)
+    nodes = [fact.node_name for fact in ranks]
+    boxes = boxes_of(nodes, [Curve.line(*cost) for cost in costs], global_batch)
+    network = None
+    if len(boxes) > 1:
+        assert dist.group.WORLD is not None
+        link = measure_ring(dist.group.WORLD, step.device)
+        comm = job.comm or EXACT
+        network = network_of(nodes, link, gradient_bytes(step.model), comm)
+        text = advice(global_batch, boxes, network, comm)
+        if text and dist.get_rank(control) == 0:
+            print(text, flush=True)
+    step_of_all = predict(global_batch, boxes, network)
+    return shares, step_of_all.seconds if step_of_all else None

@@ -130,7 +130,7 @@ class World:
         if not self._measures:
             return self.planned_shares(global_batch)
         step = TrainingStep(model, loss_function, batch_reader(data, self.device), self.device)
-        return shares_by_measuring(step, global_batch, self.ranks, self.control, max_batch)
+        return shares_by_measuring(step, global_batch, self.ranks, self.control, max_batch)[0]
 
     def wrap(
         self,

@@ -29,6 +29,7 @@ class Progress:
         self.every = trainer.config.log_every_steps or tenth
         self.started = time.perf_counter()
         self.since = self.started
+        self.reported = 0
 
     def after_step(self, index: int) -> None:
         if self.trainer.step == 1:
@@ -59,9 +60,11 @@ class Progress:
             losses, weights, counts = sums.unbind(dim=1)
             loss = (losses.sum() / weights.sum()).item()
             rates = (counts / (now - self.since)).tolist()
+            self.trainer.seen_steps.append((now - self.since) / (done - self.reported))
             self._print(done, loss, rates, now)
             self._record(loss, rates)
         self.since = now
+        self.reported = done
 
     def _print(self, done: int, loss: float, rates: list[float], now: float) -> None:
         if self.printer is None:

@@ -4,6 +4,7 @@ With rich on a terminal, as plain lines in a log.
 """
 
 import os
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -117,6 +118,25 @@ def first_step_line(rendezvous_seconds: float) -> str:
         f"first optimizer step finished at {stamp}, {now - started:.2f} s after the process "
         f"started: python and imports {imports:.2f} s, rendezvous {rendezvous_seconds:.2f} s, "
         f"data, model and step {rest:.2f} s"
+    )
+
+
+def print_prediction(predicted: float | None, seen: Sequence[float], global_batch: int) -> None:
+    """Print the predicted time of a step beside what it took, the median of the reports.
+
+    The first report is left out, since it has the start in it. Nothing without a prediction.
+
+    Args:
+        predicted: seconds of a step; None without a prediction.
+        seen: mean seconds of a step between two reports each.
+    """
+    if predicted is None or not seen:
+        return
+    took = statistics.median(seen[1:] or seen)
+    say(
+        f"a step was predicted to take {1000 * predicted:.3g} ms, {global_batch / predicted:,.0f} "
+        f"images/s; it took {1000 * took:.3g} ms, {global_batch / took:,.0f} images/s "
+        f"({100 * (took / predicted - 1):+.0f} %)"
     )
 
 

@@ -23,7 +23,7 @@ from ddp_slurm.training.trainer.evaluation import evaluate
 from ddp_slurm.training.trainer.precision import choose_precision
 from ddp_slurm.training.trainer.progress import Progress
 from ddp_slurm.training.trainer.records import Records, open_recorder
-from ddp_slurm.training.trainer.report import print_rank_table, say
+from ddp_slurm.training.trainer.report import print_prediction, print_rank_table, say
 from ddp_slurm.training.trainer.saver import Saver
 from ddp_slurm.training.trainer.step import OptimizerStep, check_scaler
 from ddp_slurm.training.uneven.batchnorm import BatchNormStatistics
@@ -95,6 +95,8 @@ class Trainer:
         if eval_data is not None:
             self.eval_data = as_source(eval_data, world.device)
         self.precision = choose_precision(config.precision, world.ranks)
+        self.predicted_step = JobEnv.from_environ().predicted_step
+        self.seen_steps: list[float] = []
         self.sampler = self._make_sampler()
         self.batchnorm = BatchNormStatistics(model)
         check_scaler(self.precision)
@@ -137,6 +139,8 @@ class Trainer:
             metrics = self._end_epoch()
         self._vote.result()
         self.world.average()
+        if self._prints:
+            print_prediction(self.predicted_step, self.seen_steps, self.config.global_batch)
         return Result(True, self.step, metrics)
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
@@ -186,7 +190,10 @@ class Trainer:
         if JobEnv.from_environ().balance != MEASURED:
             return world.planned_shares(config.global_batch)
         step, limit = self._training_step(), config.micro_batch
-        return shares_by_measuring(step, config.global_batch, world.ranks, world.control, limit)
+        shares, self.predicted_step = shares_by_measuring(
+            step, config.global_batch, world.ranks, world.control, limit
+        )
+        return shares
 
     def _wrapped(self) -> nn.Module:
         if self.world.world_size == 1:

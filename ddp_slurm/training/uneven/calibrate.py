@@ -58,10 +58,11 @@ def measured_shares(
     global_batch: int,
     control: dist.ProcessGroup,
     max_batch: int | None = None,
-) -> list[int]:
-    """Samples of a global batch per rank, by the measured speeds; the same list on every rank.
+) -> tuple[list[int], list[Cost]]:
+    """Samples of a global batch per rank, by the measured speeds, and these speeds.
 
-    All ranks call it. Model, gradients and random state are afterwards as they were.
+    The same on every rank. All ranks call it. Model, gradients and random state are afterwards as
+    they were.
 
     Args:
         step: on this rank.
@@ -74,6 +75,7 @@ def measured_shares(
     cards = all_gather_values(card_name(step.device), control)
     shares = equal_shares(global_batch, world_size)
     limit = global_batch if max_batch is None else max_batch
+    costs: list[Cost] = []
     # Twice, the second time around the shares of the first: a line fits best where it was measured.
     for _ in range(2):
         own_share = shares[dist.get_rank(control)]
@@ -82,7 +84,7 @@ def measured_shares(
         measured: list[Cost] = [(alpha, beta) for alpha, beta in all_gather_values(cost, control)]
         costs = alike_made_equal(measured, cards, global_batch / world_size)
         shares = split_batch(global_batch, costs)
-    return shares
+    return shares, costs
 
 
 def slowest_step(

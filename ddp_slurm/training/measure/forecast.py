@@ -1,0 +1,55 @@
+"""What a job that has measured its ranks predicts of itself, and the advice that follows."""
+
+from collections.abc import Sequence
+from itertools import combinations
+
+from ddp_slurm.comm import EXACT, Comm
+from ddp_slurm.curve import Curve
+from ddp_slurm.exchange import Box, Link, Network, ways_of
+from ddp_slurm.predict import Prediction, fastest, fastest_single, predict
+
+CLEARLY = 0.98
+"""One node alone is faster where its step is predicted to take less than this part."""
+LARGER = 4
+"""The larger global batch of the advice, as a multiple."""
+
+
+def boxes_of(nodes: Sequence[str], curves: Sequence[Curve], global_batch: int) -> list[Box]:
+    """One for each node, from the node and the curve of every rank."""
+    ranks: dict[str, list[tuple[Curve, int]]] = {}
+    for node, curve in zip(nodes, curves, strict=True):
+        ranks.setdefault(node, []).append((curve, LARGER * global_batch))
+    return [Box((node,), tuple(own)) for node, own in ranks.items()]
+
+
+def network_of(nodes: Sequence[str], link: Link, gradient_bytes: float, comm: Comm) -> Network:
+    """All pairs of nodes as fast as the ring of all ranks was; inside a node nothing is slow."""
+    pairs = combinations(dict.fromkeys(nodes), 2)
+    links = {frozenset(pair): link for pair in pairs}
+    return Network(gradient_bytes, links, ways=ways_of(comm))
+
+
+def advice(global_batch: int, boxes: Sequence[Box], network: Network, comm: Comm) -> str | None:
+    """What would help a job that is slower than its fastest node alone; None where it is not."""
+    whole = predict(global_batch, boxes, network)
+    single = fastest_single(global_batch, boxes, network)
+    if whole is None or single is None or single.seconds >= CLEARLY * whole.seconds:
+        return None
+    best = fastest(global_batch, boxes, network)
+    larger = predict(LARGER * global_batch, boxes, network)
+    helps = [f"a global batch of {LARGER * global_batch}: {_rate(larger)}"]
+    if comm == EXACT:
+        inexact = network._replace(ways=ways_of(Comm("auto", allows="local")))
+        faster = predict(global_batch, boxes, inexact)
+        helps.append(f"--comm auto:local, which is not exact: {_rate(faster)}")
+    assert best is not None
+    helps.append(f"--nodes {','.join(best.names)}: {_rate(best)}")
+    return (
+        f"slower than {single.names[0]} alone, predicted: {_rate(whole)} against {_rate(single)} "
+        f"images/s (a step of {1000 * whole.seconds:.3g} ms: compute {1000 * whole.compute:.3g}, "
+        f"network {1000 * whole.network:.3g}); what would help: {'; '.join(helps)}"
+    )
+
+
+def _rate(prediction: Prediction | None) -> str:
+    return "-" if prediction is None else f"{prediction.rate:,.0f}"
