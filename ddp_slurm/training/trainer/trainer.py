@@ -91,9 +91,7 @@ class Trainer:
         self.loss = WeightedLoss(loss_function, config.target_weight)
         self.config = config
         self.train_data: Source = as_source(train_data, world.device)
-        self.eval_data: Source | None = None
-        if eval_data is not None:
-            self.eval_data = as_source(eval_data, world.device)
+        self.eval_data = None if eval_data is None else as_source(eval_data, world.device)
         self.precision = choose_precision(config.precision, world.ranks)
         self.predicted_step = JobEnv.from_environ().predicted_step
         self.seen_steps: list[float] = []
