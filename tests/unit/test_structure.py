@@ -1,6 +1,7 @@
 """The house rules that a program can check: who imports whom, and how long things may be."""
 
 import ast
+import configparser
 import graphlib
 import re
 import subprocess
@@ -259,3 +260,12 @@ def test_ranks_exchange_no_pickled_objects() -> None:
         if isinstance(node, ast.Call) and runs_code.search(ast.unparse(node.func))
     ]
     assert not errors
+
+
+def test_every_folder_is_a_package_of_the_distribution() -> None:
+    """pip installs the packages that setup.cfg lists; a checkout does not miss one."""
+    listed = configparser.ConfigParser()
+    listed.read(ROOT / "setup.cfg")
+    packages = set(listed["options"]["packages"].split())
+    folders = {path.parent.relative_to(ROOT) for path in PACKAGE.rglob("__init__.py")}
+    assert {str(folder).replace("/", ".") for folder in folders} <= packages
