@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
-from ddp_slurm.errors import DdpSlurmError, did_you_mean
+from ddp_slurm.errors import DdpSlurmError, did_you_mean, printable
 
 T = TypeVar("T")
 
@@ -17,20 +17,27 @@ def say(text: str) -> None:
     Where stderr cannot be written, the command goes on and its exit status stays.
     """
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
     except OSError:
         _discard(2)
 
 
+def show(text: str) -> None:
+    """Print lines for the person on stdout, at once."""
+    print(printable(text), flush=True)
+
+
 def table(rows: Iterable[Sequence[str]]) -> str:
     """Rows of cells as lines of left-aligned columns; every row has the same number of cells.
+
+    A cell is one line, whatever it holds.
 
     >>> print(table([("RANK", "NODE"), ("0", "gamma"), ("10", "a")]))
     RANK  NODE
     0     gamma
     10    a
     """
-    lines = [list(row) for row in rows]
+    lines = [[printable(cell).replace("\n", "\\n") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(map(str.ljust, cells, widths)).rstrip()  # a width for each cell

@@ -1,5 +1,6 @@
 """The base of all errors that the user can fix, and the words that messages share."""
 
+import re
 from collections.abc import Iterable
 from functools import cache
 
@@ -30,6 +31,22 @@ def quoted(value: object) -> str:
     if len(text) <= MAX_QUOTED:
         return text
     return f"{text[:MAX_QUOTED]}... ({len(text)} characters)"
+
+
+CONTROLS = "\x00-\x08\x0b-\x1f\x7f-\x9f"
+DIRECTIONS = "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
+_UNPRINTABLE = re.compile(f"[{CONTROLS}{DIRECTIONS}]")
+
+
+def printable(text: str) -> str:
+    """The text with escapes for what would change the screen or the order of the characters.
+
+    Texts of other users and machines may hold commands for a terminal. Newlines and tabs stay.
+
+    >>> printable("\\x1b]0;a new title\\x07")
+    '\\\\x1b]0;a new title\\\\x07'
+    """
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -212,8 +212,11 @@ def _write_script(plan: Plan, path: Path, *, dry_run: bool) -> None:
 
     _check_script(path)
     make_log_folder(plan.options)
-    has_values = plan.options.env or any(component.env for component in plan.components)
-    write_whole(path, text, mode=0o700 if has_values else 0o755)  # the values may be secrets
+    options = plan.options
+    may_hold_secrets = (
+        options.env or options.setup or any(component.env for component in plan.components)
+    )
+    write_whole(path, text, mode=0o700 if may_hold_secrets else 0o755)
     # sbatch takes these variables before the script's own lines.
     unset = [word for name in _sbatch_variables() for word in ("-u", name)]
     start = ["env", *unset, "sbatch", str(path)] if unset else ["sbatch", str(path)]

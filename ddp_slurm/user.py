@@ -10,10 +10,15 @@ def user_name() -> str:
 
     $USER and $LOGNAME are another user's after a plain ``su``.
     """
+    return name_of(os.geteuid())
+
+
+def name_of(uid: int) -> str:
+    """The name of a user, or the number where it has none, as in some containers."""
     try:
-        return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:  # a bare uid, as in some containers
-        return str(os.geteuid())
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
 
 
 def group_names() -> frozenset[str]:
@@ -25,3 +30,15 @@ def group_names() -> frozenset[str]:
         except KeyError:  # a group without a name
             continue
     return frozenset(names)
+
+
+def shares_group(gid: int) -> bool:
+    """Whether a group may have other members than this user.
+
+    False for the group of a user's own name, which useradd makes for each.
+    """
+    try:
+        group = grp.getgrgid(gid)
+    except KeyError:
+        return True
+    return group.gr_name != user_name() or bool(set(group.gr_mem) - {user_name()})

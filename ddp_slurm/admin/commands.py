@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from ddp_slurm.console import Commands, Parser, add_command, say
+from ddp_slurm.console import Commands, Parser, add_command, say, show
 
 ABOUT = "Machines to a running Slurm: probe, advise, install, configs."
 
@@ -138,9 +138,9 @@ def install(
     from ddp_slurm.cluster import Cluster
 
     def report(outcome: Outcome) -> None:
-        print(f"{outcome.step:<10} {outcome.node:<16} {outcome.result}", flush=True)
+        show(f"{outcome.step:<10} {outcome.node:<16} {outcome.result}")
         for reason in outcome.reasons:
-            print(f"{'':<10} {reason}", flush=True)
+            show(f"{'':<10} {reason}")
 
     outcomes = run_steps(
         Cluster.load(cluster),

@@ -12,7 +12,7 @@ from ddp_slurm.admin.probed_cluster import gpu_warning, probed_cluster
 from ddp_slurm.admin.probed_yaml import probed_cluster_yaml
 from ddp_slurm.cluster import Cluster, ClusterError, Node
 from ddp_slurm.cluster.machines import ClusterFile
-from ddp_slurm.console import say
+from ddp_slurm.console import say, show
 from ddp_slurm.files import write_whole
 from ddp_slurm.schema.yaml_file import load_yaml, validate
 from ddp_slurm.ssh.command import RemoteError
@@ -98,7 +98,7 @@ def _write(path: Path, text: str, *, yes: bool) -> None:
         say(f"{path}: nothing changed")
         return
     if old is not None:
-        print(_difference(old, text, path), end="")
+        show(_difference(old, text, path).removesuffix("\n"))
     if old is not None and not yes:
         _confirm(path)
     write_whole(path, text)

@@ -105,7 +105,8 @@ def _reported_ids(answer: Answer) -> set[str]:
 
 def _is_lost(answer: Answer) -> bool:
     """Whether sbatch failed without an answer of Slurm."""
-    was_killed = answer.status < 0 or answer.status > 128 or answer.status == TIMED_OUT
+    # 255 is sbatch's own status, such as for an option that it does not know.
+    was_killed = answer.status < 0 or 128 < answer.status < 255 or answer.status == TIMED_OUT
     return was_killed or LOST_ANSWER.search(answer.text) is not None
 
 

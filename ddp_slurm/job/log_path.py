@@ -8,6 +8,8 @@ from ddp_slurm.errors import quoted
 from ddp_slurm.job.options import JobOptions, OptionsError
 from ddp_slurm.user import user_name
 
+WITH_A_BACKSLASH = "with which Slurm replaces no pattern in the path of a log and drops characters"
+
 
 def with_log_path(options: JobOptions, job_name: str) -> JobOptions:
     """The options with ``~``, ``$USER`` and the folders' ``%x`` in ``output`` expanded.
@@ -24,6 +26,8 @@ def with_log_path(options: JobOptions, job_name: str) -> JobOptions:
 def _checked_parts(output: str, job_name: str) -> tuple[str, str]:
     """The folder of the log, without patterns, and the name of its file, which may hold some."""
     path = os.path.expandvars(os.path.expanduser(output))
+    if "\\" in path:
+        raise OptionsError(f"--output: {quoted(output)} has a backslash, {WITH_A_BACKSLASH}")
     unknown = re.search(r"\$\w+|\$\{[^}]*\}", path)
     if unknown:
         raise OptionsError(f"--output: {quoted(output)}: the variable {unknown[0]} is not set here")
@@ -49,6 +53,12 @@ def make_log_folder(options: JobOptions) -> None:
     Slurm makes none, and a job without it ends without any message. Raises OptionsError.
     """
     folder = os.path.dirname(options.output).replace("%%", "%")
+    here = os.getcwd()  # which Slurm puts before a relative path
+    if "\\" in here and not os.path.isabs(options.output):
+        raise OptionsError(
+            f"--output: {quoted(here)} has a backslash, {WITH_A_BACKSLASH}; "
+            "give an absolute path in another folder"
+        )
     try:
         os.makedirs(folder or ".", exist_ok=True)
     except OSError as error:

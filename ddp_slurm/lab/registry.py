@@ -20,6 +20,7 @@ from ddp_slurm.lab.layout import LABS_FOLDER, LabLayout, LabNode, netns_prefix
 if TYPE_CHECKING:
     from ddp_slurm.cluster import Cluster
 
+LOCK_FILE = LABS_FOLDER.with_suffix(".lock")
 SOCKET_PATH_BYTES = 107
 """Linux allows no more in the path of a socket (unix(7))."""
 
@@ -142,9 +143,10 @@ def remove(name: str) -> None:
 def locked() -> Iterator[None]:
     """One lab at a time is registered or removed.
 
-    The lock is on the parent folder: a lock file would be left behind.
+    The file stays until the machine restarts. No other user can open it: one who could would hold
+    the lock as long as he likes.
     """
-    handle = os.open(LABS_FOLDER.parent, os.O_RDONLY)
+    handle = os.open(LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield

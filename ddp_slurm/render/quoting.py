@@ -20,6 +20,15 @@ def shell_words(values: Iterable[object]) -> str:
     return " ".join(shell_quote(value) for value in values)
 
 
+def shell_value(value: object) -> str:
+    """A value in an assignment. zsh expands A==eth0 to the path of a program eth0.
+
+    Raises DdpSlurmError for control characters.
+    """
+    quoted = shell_quote(value)
+    return f"'{quoted}'" if quoted.startswith("=") else quoted
+
+
 def directive(value: str) -> str:
     """A value of an #SBATCH line. Raises DdpSlurmError for control characters.
 

@@ -9,7 +9,7 @@ from ddp_slurm.plan import Plan
 from ddp_slurm.rank_env import FIRST_PORT, PORT_COUNT
 from ddp_slurm.render.containers import FOLDER_CHECK
 from ddp_slurm.render.quoting import shell_words
-from ddp_slurm.render.segments import Segment, job_directives, segments_of
+from ddp_slurm.render.segments import Segment, components_env, job_directives, segments_of
 from ddp_slurm.render.templating import render_template
 from ddp_slurm.render.torchrun import RENDEZVOUS_SECONDS
 
@@ -48,6 +48,7 @@ def render_sbatch(plan: Plan, runs_folder: Path | None = None) -> str:
         venv=options.venv,
         container=options.container,
         folder_check=FOLDER_CHECK,
+        components_env=components_env(plan),
         exports={**plan.job_env().to_environ(), **options.env},
         max_restarts=options.max_restarts,
         watches_first_component=bool(options.max_restarts and len(segments) > 1),

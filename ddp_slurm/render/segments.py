@@ -49,6 +49,19 @@ def segments_of(plan: Plan) -> list[Segment]:
     return [_segment(plan, index) for index in range(len(plan.components))]
 
 
+def components_env(plan: Plan) -> dict[str, str]:
+    """The variables of each component, each under a name that the job script sets for all."""
+    return {
+        _name_in_script(index, name): value
+        for index, component in enumerate(plan.components)
+        for name, value in component.task_env.items()
+    }
+
+
+def _name_in_script(index: int, name: str) -> str:
+    return f"_ddp_env_{index}_{name}"
+
+
 def _segment(plan: Plan, index: int) -> Segment:
     component = plan.components[index]
     sizes = _step_sizes(component, plan.options.launcher)
@@ -62,7 +75,7 @@ def _segment(plan: Plan, index: int) -> Segment:
         directives=_directives(plan, index, sizes),
         sizes=" ".join(options),
         pyxis_options=_pyxis_options(plan, component),
-        command=_task_command(plan, component),
+        command=_task_command(plan, index),
     )
 
 
@@ -122,12 +135,12 @@ def _pyxis_options(plan: Plan, component: Component) -> list[str]:
     return pyxis_options(options.container, options.mount, names)
 
 
-def _task_command(plan: Plan, component: Component) -> str:
-    options = plan.options
+def _task_command(plan: Plan, index: int) -> str:
+    component, options = plan.components[index], plan.options
     words = []
     if component.task_env:
-        words.append("env")
-        words += [shell_quote(f"{name}={value}") for name, value in component.task_env.items()]
+        exports = [f'{name}="${_name_in_script(index, name)}"' for name in component.task_env]
+        words += ["sh", "-c", shell_quote(f'export {" ".join(exports)}; exec "$@"'), "sh"]
     if options.container is not None and options.container.engine == "apptainer":
         words += apptainer_words(options.container, options.mount)
     if options.launcher == "torchrun":

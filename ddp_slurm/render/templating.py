@@ -7,7 +7,7 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from ddp_slurm.render.quoting import shell_quote
+from ddp_slurm.render.quoting import shell_quote, shell_value
 
 if TYPE_CHECKING:
     import jinja2
@@ -34,6 +34,7 @@ def _environment() -> "jinja2.Environment":
         keep_trailing_newline=True,
     )
     environment.filters["shell"] = shell_quote
+    environment.filters["shell_value"] = shell_value
     return environment
 
 

@@ -14,7 +14,7 @@ from ddp_slurm.job_env import JobEnv
 from ddp_slurm.plan import Component, Plan
 from ddp_slurm.rank_env import FIRST_PORT, PORT_COUNT
 from ddp_slurm.render.containers import FOLDER_CHECK, apptainer_words, docker_words
-from ddp_slurm.render.quoting import shell_quote
+from ddp_slurm.render.quoting import shell_quote, shell_value
 
 RENDEZVOUS_SECONDS = 180
 """How long torchrun waits for the other nodes: time to start Python from a cold disk, or to paste
@@ -154,7 +154,7 @@ def _check(plan: Plan) -> None:
 def _node_command(
     run: _Run, node: str, torchrun_words: list[str], environ: dict[str, str]
 ) -> NodeCommand:
-    exports = " ".join(f"{name}={_assigned(value)}" for name, value in environ.items())
+    exports = " ".join(f"{name}={shell_value(value)}" for name, value in environ.items())
     words = [
         *_container_words(run, node, environ),
         *torchrun_words,
@@ -171,12 +171,6 @@ def _node_command(
     if container is not None and container.engine == "docker":
         clean_up = f"docker rm --force {shell_quote(run.container_name(node))}"
     return NodeCommand(node, f"( {' && '.join(steps)} )", clean_up)
-
-
-def _assigned(text: str) -> str:
-    """A value in an assignment. zsh expands A==eth0 to the path of a program eth0."""
-    quoted = shell_quote(text)
-    return f"'{quoted}'" if quoted.startswith("=") else quoted
 
 
 def _torchrun_words(run: _Run, component: Component, node_rank: int) -> list[str]:

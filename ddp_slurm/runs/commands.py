@@ -6,7 +6,7 @@ import sys
 from argparse import ArgumentTypeError
 from pathlib import Path
 
-from ddp_slurm.console import Commands, Parser, add_command, say, table
+from ddp_slurm.console import Commands, Parser, add_command, say, show, table
 from ddp_slurm.runs.follow import all_lines, follow
 from ddp_slurm.runs.job import Job, find_job
 from ddp_slurm.runs.log import GrowingLog, RankFilter
@@ -61,7 +61,7 @@ def status(job_id: str, folder: Path | None = None, as_json: bool = False) -> No
     if as_json:
         print(json.dumps(_status_values(job, state), indent=1))
     else:
-        print(status_text(job, state), end="")
+        show(status_text(job, state))
 
 
 def status_text(job: Job, state: JobState) -> str:
@@ -81,7 +81,7 @@ def status_text(job: Job, state: JobState) -> str:
             lines.append(f"without the node: ddp-slurm cancel {job.id} && {run.shrink_line}")
     elif state.log:
         lines.append(f"log: {state.log}")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def _status_row(component: ComponentState) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 from ddp_slurm.console import say
 from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.files import own_target
 from ddp_slurm.job.log_path import log_path
 from ddp_slurm.job.runs_folder import runs_folder
 from ddp_slurm.plan import Plan
@@ -110,7 +111,7 @@ def _copied_into(path: str) -> Iterator[None]:
     Raises DdpSlurmError where the log cannot be written.
     """
     try:
-        log = open(path, "ab")  # noqa: SIM115 # closed below
+        log = open(own_target(Path(path)), "ab")  # noqa: SIM115 # closed below
     except OSError as error:
         raise DdpSlurmError(f"--output: {path}: cannot be written: {error.strerror}") from None
     streams = sys.stdout, sys.stderr

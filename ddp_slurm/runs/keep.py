@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import shutil
 import socket
 import sys
 import time
@@ -12,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_slurm import __version__
+from ddp_slurm import __version__, trust
 from ddp_slurm.ask import ask
 from ddp_slurm.cluster import Cluster
 from ddp_slurm.cluster.write import cluster_yaml
 from ddp_slurm.console import say
 from ddp_slurm.errors import DdpSlurmError
-from ddp_slurm.files import write_whole
+from ddp_slurm.files import write_own
 from ddp_slurm.job.log_path import log_path
 from ddp_slurm.job.options import JobOptions
 from ddp_slurm.job.write import job_yaml
@@ -54,12 +53,14 @@ class Submission:
 def make_runs_folder(folder: Path) -> None:
     """Before anything is submitted. Raises RunError where no run could be kept there."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
-    except OSError as error:
+        os.close(trust.open_folder(folder))
+    except (OSError, trust.TrustError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise RunError(
-            f"{folder}: the folder of the run folders cannot be made: {error.strerror}; "
+            f"{folder}: the folder of the run folders cannot be made: {reason}; "
             "it is beside the log, whose place --output sets"
         ) from None
 
@@ -72,7 +73,8 @@ def keep_run(submission: Submission, runs: Path, job_id: str) -> Run | None:
     """
     folder = runs / job_id
     try:
-        make_runs_folder(folder)
+        make_runs_folder(runs)
+        trust.make_folder(folder)
         _set_older_run_aside(folder, submission.submitted_at)
         run = _run_of(submission, folder)
         _write_files(run, submission)
@@ -112,7 +114,7 @@ def _write_files(run: Run, submission: Submission) -> None:
         RECORD: _json(record),
     }
     for name, text in files.items():
-        write_whole(run.folder / name, text, 0o600)
+        write_own(run.folder / name, text)
 
 
 def _json(values: Any) -> str:
@@ -136,7 +138,7 @@ def _self_contained(options: JobOptions, folder: Path) -> JobOptions:
     if options.balance.file is None:
         return options
     copy = folder / "speeds.yaml"
-    shutil.copyfile(options.balance.file, copy)
+    write_own(copy, Path(options.balance.file).read_bytes())
     return options.replaced(balance=options.balance.with_file(copy))
 
 

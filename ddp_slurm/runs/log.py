@@ -1,9 +1,13 @@
 """Reading a job's log while it grows, whole or one rank's lines."""
 
+import os
 import re
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+
+from ddp_slurm import trust
+from ddp_slurm.errors import printable
 
 CHUNK_BYTES = 1 << 20
 TAIL_LINES = 20
@@ -32,10 +36,15 @@ class RankFilter:
 
 
 class GrowingLog:
-    """A log file that may not exist yet, and is continued when the job is requeued."""
+    """A log file that may not exist yet, and is continued when the job is requeued.
+
+    Of this user's own log, and of root's, the text is as it was written, with its colours and
+    progress bars; in another user's, control characters are replaced by escapes.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._is_ours = True
         self._offset = 0
         self._cut_line: list[bytes] = []
         """The pieces of a last line whose end is not written yet."""
@@ -52,11 +61,15 @@ class GrowingLog:
                 self._cut_line = []
             self._cut_line.append(chunk[end:])
             if pieces:
-                yield b"".join(pieces).decode(errors="replace")
+                yield self._text(b"".join(pieces))
         last = b"".join(self._cut_line) if ended else b""
         if last:
             self._cut_line = []
-            yield last.decode(errors="replace") + "\n"
+            yield self._text(last) + "\n"
+
+    def _text(self, line: bytes) -> str:
+        text = line.decode(errors="replace")
+        return text if self._is_ours else printable(text)
 
     def _new_chunks(self) -> Iterator[bytes]:
         try:
@@ -64,6 +77,7 @@ class GrowingLog:
         except FileNotFoundError:
             return
         with file:
+            self._is_ours = trust.is_ours(os.fstat(file.fileno()).st_uid)
             if file.seek(0, 2) < self._offset:  # emptied: --open-mode=truncate, at a requeue
                 self._offset = 0
                 self._cut_line = []

@@ -16,8 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ddp_slurm import trust
+from ddp_slurm.console import say
 from ddp_slurm.errors import DdpSlurmError
-from ddp_slurm.job.runs_folder import RUNS_FOLDER, runs_folder
+from ddp_slurm.job.runs_folder import names_of_runs_folder, place_of_runs
 from ddp_slurm.runs.log import tail
 from ddp_slurm.slurm_client.states import JobState
 
@@ -83,7 +85,7 @@ class Run(NamedTuple):
         Where the job script could not write it, the last line of the log has the same.
         """
         try:
-            return (self.folder / EXIT_MARKER).read_text(errors="replace")
+            return trust.read_text(self.folder / EXIT_MARKER)
         except OSError:
             last_line = tail(Path(self.log), 1) if self.log else ""
         match = re.search(r"^job script: no exit marker in .*: (status=\d+ .*)$", last_line)
@@ -106,9 +108,9 @@ class Run(NamedTuple):
             f"host={os.uname().nodename}",
             "restarts=0",
         ]
-        from ddp_slurm.files import write_whole  # not needed to look at a job
+        from ddp_slurm.files import write_own  # not needed to look at a job
 
-        write_whole(self.folder / EXIT_MARKER, "\n".join(lines) + "\n")
+        write_own(self.folder / EXIT_MARKER, "\n".join(lines) + "\n", 0o644)
 
     def may_log_to(self, path: str | None) -> bool:
         """Whether a log that Slurm reports can be this run's, and not a later job's of this number.
@@ -122,7 +124,7 @@ class Run(NamedTuple):
     def last_look(self) -> JobState | None:
         """The final state that was seen before, None where none was."""
         try:
-            return JobState.from_dict(json.loads((self.folder / LAST_LOOK).read_text()))
+            return JobState.from_dict(json.loads(trust.read_text(self.folder / LAST_LOOK)))
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -135,12 +137,12 @@ class Run(NamedTuple):
         is_of_this_run = self.may_log_to(state.log)
         if not (state.is_final and is_from_slurm and is_of_this_run) or self.last_look():
             return
-        from ddp_slurm.files import write_whole
+        from ddp_slurm.files import write_own
 
         try:
-            write_whole(self.folder / LAST_LOOK, json.dumps(state.as_dict(), indent=1) + "\n")
+            write_own(self.folder / LAST_LOOK, json.dumps(state.as_dict(), indent=1) + "\n", 0o644)
         except DdpSlurmError:
-            return  # another user's run: reading it still works
+            return  # a full disk, or one that is mounted to be read: reading it still works
 
 
 def utc_now() -> str:
@@ -149,7 +151,7 @@ def utc_now() -> str:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
+        return json.loads(trust.read_text(path))
     except OSError as error:
         raise RunError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
@@ -157,7 +159,7 @@ def _read_json(path: Path) -> Any:
 
 
 def load_run(folder: Path) -> Run:
-    """Read a run folder. Raises RunError."""
+    """Read a run folder. Raises RunError, or TrustError where others can write it."""
     values = _read_json(folder / RECORD)
     try:
         values["command"] = tuple(values["command"])
@@ -174,20 +176,31 @@ def find_runs(job_id: str, folder: Path | None = None) -> list[Run]:
     one folder below it.
     """
     if folder is not None:
-        places = [folder, folder / RUNS_FOLDER]
+        places = [folder, *(folder / name for name in names_of_runs_folder())]
     else:
-        places = [Path(RUNS_FOLDER), *Path().glob(f"*/{RUNS_FOLDER}")]
+        places = []
+        for name in names_of_runs_folder():
+            places += [Path(name), *Path().glob(f"*/{name}")]
     runs = _runs_in(places, job_id)
     return sorted(runs, key=lambda run: run.submitted, reverse=True)
 
 
 def find_run_beside(log: str, job_id: str) -> Run | None:
     """The run of a job whose log Slurm reports."""
-    runs = _runs_in([runs_folder(log)], job_id)
+    place = place_of_runs(log)
+    runs = _runs_in([place / name for name in names_of_runs_folder()], job_id)
     return next((run for run in runs if run.may_log_to(log)), None)
 
 
 def _runs_in(places: list[Path], job_id: str) -> list[Run]:
-    # Another user's record may be unreadable; of a Slurm job Slurm reports much the same.
-    folders = [place / job_id for place in places if os.access(place / job_id / RECORD, os.R_OK)]
-    return [load_run(folder.absolute()) for folder in folders]
+    """Those of other users are left out: of a Slurm job, Slurm reports much the same."""
+    runs = []
+    for place in places:
+        folder = (place / job_id).absolute()
+        if not os.access(folder / RECORD, os.R_OK):
+            continue
+        try:
+            runs.append(load_run(folder))
+        except trust.TrustError as error:
+            say(f"not used: {error}")
+    return runs

@@ -67,16 +67,38 @@ def filled_text(value: Any) -> str:
     return text
 
 
+SET_BY_BASH = re.compile(
+    "_|BASHOPTS|BASHPID|BASH_(ARGC|ARGV|COMMAND|LINENO|REMATCH|SOURCE|SUBSHELL|VERSINFO)|DIRSTACK"
+    "|EPOCHREALTIME|EPOCHSECONDS|EUID|FUNCNAME|GROUPS|HISTCMD|LINENO|OPTARG|OPTIND|PIPESTATUS|PPID"
+    "|RANDOM|REPLY|SECONDS|SHELLOPTS|SRANDOM|UID"
+)
+CHANGES_BASH = re.compile("GLOBIGNORE|IFS|POSIXLY_CORRECT|TMOUT")
+SET_BY_SLURM = re.compile(
+    "SLURM_(JOB_?ID|JOB_(NODELIST|NUM_NODES|CPUS_PER_NODE).*|RESTART_COUNT|HET_.*|STEP.*|PROCID"
+    "|LOCALID|NODEID|GTIDS|NTASKS.*|NPROCS|TASKS_PER_NODE.*|CPUS_PER_TASK|TRES_PER_TASK|NNODES"
+    "|NODELIST|MEM_PER_NODE|EXPORT_ENV)|SLURMD_NODENAME"
+)
+"""What the job script and the ranks read of Slurm; other SLURM_* names are options of srun."""
+
+
 def env_name(value: Any) -> str:
-    """The name of a variable that neither the launcher nor bash sets itself."""
+    """The name of a variable that the launcher, the job script and bash do not use themselves."""
     if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
         raise ValueError(
             f"{short(value)} is not a variable's name; letters, digits and _ are accepted"
         )
     if value in ("CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         raise ValueError(f"{value!r} differs from rank to rank; the launcher sets it")
-    if value in ("UID", "EUID", "PPID", "SHELLOPTS", "BASHOPTS", "BASH_VERSINFO"):
+    if SET_BY_BASH.fullmatch(value):
         raise ValueError(f"{value!r} is set by bash and cannot be changed")
+    if CHANGES_BASH.fullmatch(value):
+        raise ValueError(f"{value!r} changes how bash reads the job script")
+    if value.startswith("_ddp_"):
+        raise ValueError(f"{value!r} is a name of the job script, all of which begin with '_ddp_'")
+    if value.startswith("DDP_SLURM_"):
+        raise ValueError(f"{value!r} is set from the plan; use the options of submit")
+    if SET_BY_SLURM.fullmatch(value):
+        raise ValueError(f"{value!r} is set by Slurm, and the ranks find their places by it")
     return value
 
 

@@ -24,12 +24,18 @@ _ddp_leave_exit_marker() {
 }
 
 _ddp_open_run_folder() {
-  [[ -n $_ddp_runs_folder ]] || return 0
-  _ddp_run_folder=$_ddp_runs_folder/$SLURM_JOB_ID
-  mkdir -p -- "$_ddp_run_folder" || return 0
+  local place=$_ddp_runs_folder
+  [[ -n $place ]] || return 0
+  # In a folder of several users another one may have put a link or a folder there.
+  if [[ -L $place || (-e $place && ! -O $place) ]]; then
+    _ddp_say "$place is not used: it is a link, or belongs to another user"
+    return 0
+  fi
+  _ddp_run_folder=$place/$SLURM_JOB_ID
+  (umask 022 && mkdir -p -- "$_ddp_run_folder") || return 0
   rm -f -- "$_ddp_run_folder/exit" "$_ddp_run_folder/state.json"
   # Space for the exit marker: the disk may be full at the end. It also shows that the job began.
-  printf '%254s\n' '' >"$_ddp_run_folder/.exit" || true
+  (umask 022 && printf '%254s\n' '' >"$_ddp_run_folder/.exit") || true
 }
 
 _ddp_on_exit() {

@@ -5,7 +5,8 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from ddp_slurm.job.options import JobOptions
 from ddp_slurm.plan import make_plan
 from ddp_slurm.render import render_sbatch
 from tests.clusters import UNEVEN
+from tests.waiting import wait_until
 
 from .fake_slurm import (
     RUNNING,
@@ -26,6 +28,7 @@ from .fake_slurm import (
     Script,
     node_record,
 )
+from .other_user import Other
 from .recording import Stubs
 
 
@@ -119,3 +122,44 @@ def submit(tmp_path: Path) -> Command:
         )
 
     return run
+
+
+@pytest.fixture(scope="module")
+def second_user() -> Iterator[tuple[str, int, int]]:
+    """Name, uid and gid of a new user."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can make a second user")
+    name = f"ddptest{os.getpid()}"
+    add = ["useradd", "--no-create-home", "--user-group", "--shell", "/bin/sh", name]
+    # Another test run may hold the lock of /etc/passwd.
+    wait_until(lambda: subprocess.run(add, capture_output=True).returncode == 0, add)
+    try:
+        numbers = (subprocess.check_output(["id", kind, name]) for kind in ("-u", "-g"))
+        uid, gid = map(int, numbers)
+        yield name, uid, gid
+    finally:
+        remove = ["userdel", name]
+        wait_until(lambda: subprocess.run(remove, capture_output=True).returncode == 0, remove)
+
+
+@pytest.fixture
+def other(second_user: tuple[str, int, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Other]:
+    """The second user, and a folder of both, which is the current one."""
+    # Not tmp_path, which others cannot enter; no sticky bit, as in the folder of a project.
+    shared = Path(tempfile.mkdtemp(prefix="ddp_slurm_shared."))
+    shared.chmod(0o777)
+    monkeypatch.chdir(shared)
+    umask = os.umask(0o022)
+    try:
+        yield Other(*second_user, shared)
+    finally:
+        os.umask(umask)
+        shutil.rmtree(shared)
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A file of the user under attack."""
+    path = tmp_path / "thesis.tex"
+    path.write_text("years of work")
+    return path

@@ -98,9 +98,12 @@ def test_an_unclear_submission_is_not_a_refusal(stub: Stub, queue: Path, squeue:
         "",
     ],
 )
-def test_a_refusal_is_reported_at_once(stub: Stub, tmp_path: Path, reason: str) -> None:
+@pytest.mark.parametrize("status", [1, 255])
+def test_a_refusal_is_reported_at_once(
+    stub: Stub, tmp_path: Path, reason: str, status: int
+) -> None:
     stub("squeue", f"touch {tmp_path}/asked")
-    stub("sbatch", f"cat >/dev/null; echo '{reason}' >&2; exit 1")
+    stub("sbatch", f"cat >/dev/null; echo '{reason}' >&2; exit {status}")
     with pytest.raises(SubmitError, match="sbatch refused the job") as caught:
         submit(SCRIPT)
     assert str(caught.value).endswith(reason or "no reason given")

@@ -17,6 +17,7 @@ PACKAGE = ROOT / "ddp_slurm"
 EVERY_RANK = (
     "errors",
     "user",
+    "trust",
     "hostlist",
     "ask",
     "term_signal",

@@ -10,6 +10,7 @@ side needs are inside the functions.
 """
 
 import logging
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -115,6 +116,9 @@ class HetSlurmExecutor(core.PicklingExecutor):
     def _internal_process_submissions(
         self, delayed_submissions: "Sequence[utils.DelayedSubmission]"
     ) -> "list[core.Job[Any]]":
+        utils.JobPaths.get_first_id_independent_folder(self.folder).mkdir(
+            parents=True, exist_ok=True
+        )
         # submitit gives up after so many timeouts, and the job script after so many restarts.
         self.max_num_timeout = self._task_job().plan.options.max_restarts
         if len(delayed_submissions) > 1:
@@ -122,20 +126,30 @@ class HetSlurmExecutor(core.PicklingExecutor):
                 f"{len(delayed_submissions)} jobs, submitted one by one: "
                 "Slurm refuses arrays of heterogeneous jobs"
             )
-        return super()._internal_process_submissions(list(delayed_submissions))
+        # The arguments of the functions may be secrets.
+        self._umask = os.umask(0o077)
+        try:
+            return super()._internal_process_submissions(list(delayed_submissions))
+        finally:
+            os.umask(self._umask)
 
     def _submit_command(self, command: str) -> "core.Job[Any]":
         """Not submitit's own way, in which sbatch inherits a surrounding job's variables."""
         from ddp_slurm.backends.submitit import plan as submitit_plan
+        from ddp_slurm.files import write_whole
 
         task_job = self._task_job()
         cluster_file = self.cluster_file
         if self._fixed_plan is None:
             cluster_file = submitit_plan.cluster_file_of(self._cluster)
-        job_id = task_job.submit(cluster_file)
+        private = os.umask(self._umask)  # sbatch gives it to the job
+        try:
+            job_id = task_job.submit(cluster_file)
+        finally:
+            os.umask(private)
         ranks = range(task_job.plan.world_size)
         job: HetSlurmJob[Any] = self.job_class(self.folder, job_id, ranks)
-        job.paths.submission_file.write_text(task_job.script)
+        write_whole(job.paths.submission_file, task_job.script, 0o600)
         return job
 
     def _num_tasks(self) -> int:

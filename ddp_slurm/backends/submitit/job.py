@@ -1,6 +1,7 @@
 """Jobs of HetSlurmExecutor on the submitting side: state without accounting, results by rank."""
 
 import contextlib
+import os
 import pickle
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +12,8 @@ from ddp_slurm.backends.submitit.rank import core, utils
 from ddp_slurm.runs.log import RankFilter, tail
 from ddp_slurm.slurm_client.sources import active_states, read_state, settle
 from ddp_slurm.slurm_client.states import JobState, Patience
+from ddp_slurm.trust import TrustError, is_ours
+from ddp_slurm.user import name_of
 
 if TYPE_CHECKING:  # every rank loads this module with submitit's plug-ins, without needing it
     from ddp_slurm.runs.run_folder import Run
@@ -99,11 +102,12 @@ class HetSlurmJob(core.Job[core.R]):
     @property
     def run(self) -> "Run | None":
         """The run folder: what was submitted, the log's path and the exit marker."""
-        from ddp_slurm.job.runs_folder import RUNS_FOLDER
+        from ddp_slurm.job.runs_folder import names_of_runs_folder
         from ddp_slurm.runs.run_folder import RECORD, load_run
 
         fixed = utils.JobPaths.get_first_id_independent_folder(self._paths._folder)
-        for folder in (fixed / RUNS_FOLDER / self.job_id, self._paths.folder):
+        kept = [fixed / name / self.job_id for name in names_of_runs_folder()]
+        for folder in (*kept, self._paths.folder):
             if (folder / RECORD).exists():
                 return load_run(folder)
         return None
@@ -244,9 +248,16 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 
 def _load_outcome(path: Path) -> Outcome | None:
-    """None for a file that does not exist, or is not complete yet."""
+    """None for a file that does not exist, or is not complete yet.
+
+    Raises TrustError for another user's file: to load it can run any code.
+    """
     try:
-        outcome, value = utils.pickle_load(path)
+        with path.open("rb") as file:
+            owner = os.fstat(file.fileno()).st_uid
+            if not is_ours(owner):
+                raise TrustError(f"{path}: belongs to another user, {name_of(owner)}")
+            outcome, value = pickle.load(file)
     except (FileNotFoundError, EOFError, pickle.UnpicklingError):
         return None
     return outcome, value

@@ -12,7 +12,7 @@ from ddp_slurm.backends import sbatch
 from ddp_slurm.backends.submitit.rank import NAME, utils
 from ddp_slurm.cluster import Cluster
 from ddp_slurm.job.options import JobOptions, OptionsError
-from ddp_slurm.job.runs_folder import RUNS_FOLDER
+from ddp_slurm.job.runs_folder import names_of_runs_folder, runs_folder_in
 from ddp_slurm.plan import Plan, make_plan
 from ddp_slurm.plan.request import DEFAULT_CLUSTER, Request, load_cluster, load_options
 from ddp_slurm.render import render_sbatch
@@ -113,7 +113,7 @@ class TaskJob:
     @property
     def _runs_folder(self) -> Path:
         fixed = utils.JobPaths.get_first_id_independent_folder(self.folder)
-        return fixed if fixed.name == RUNS_FOLDER else fixed / RUNS_FOLDER
+        return fixed if fixed.name in names_of_runs_folder() else runs_folder_in(fixed)
 
 
 def make_task_job(

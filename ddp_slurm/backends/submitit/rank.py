@@ -57,6 +57,7 @@ class HetSlurmJobEnvironment(SlurmJobEnvironment):
     def _handle_signals(self, paths: utils.JobPaths, submission: utils.DelayedSubmission) -> None:
         """submitit's handlers, which ignore SIGTERM, and an end some seconds after SIGTERM."""
         super()._handle_signals(paths, submission)
+        self._pickle = paths.submitted_pickle
         if self.global_rank == 0:
             _requeue_once(self._usr_sig())
         restarts_left = submission._timeout_countdown
@@ -65,6 +66,11 @@ class HetSlurmJobEnvironment(SlurmJobEnvironment):
             is_rank_0=self.global_rank == 0,
             saves=restarts_left > 0,
         ).start()
+
+    def _requeue(self, countdown: int) -> None:
+        """After a checkpoint, which is a new file of submitit's with the function's arguments."""
+        self._pickle.chmod(0o600)
+        super()._requeue(countdown)
 
     @property
     def rank_env(self) -> RankEnv:
