@@ -3,6 +3,7 @@
 # make test-releases   configuration, jobs and training on live Slurm 20.11, 22.05, 24.11 and 26.05
 # make test-guide   the set-up guide, typed block by block on three bare machines with systemd (as root)
 # make docs   the documentation site, into build/docs
+# make audit  known vulnerabilities of what is installed, from pypi.org: before a release
 # make fresh  make demo and make test in a new Debian root (as root, with debootstrap): before a release
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ TEST_PACKAGES := slurm-wlm slurmdbd mariadb-server-core mariadb-client-core mung
 # Most live tests wait for Slurm: three processes need less than half of the time of one.
 PYTEST_OPTIONS ?= -n 3 --no-loadscope-reorder
 
-.PHONY: demo test test-releases test-guide fresh lint docs clean
+.PHONY: demo test test-releases test-guide fresh lint secret_scan audit docs clean
 
 demo: $(VENV)/installed-train
 	cd synthetic_data_example && CUDA_VISIBLE_DEVICES= ../$(IN_VENV) -m ddp_slurm.cli plan --job job.yaml
@@ -35,12 +36,21 @@ test-guide: $(VENV)/installed-test $(VENV)/installed-packages
 fresh:
 	tests/fresh_root.sh demo test
 
-lint: $(VENV)/installed-test
+lint: $(VENV)/installed-test secret_scan
 	$(IN_VENV) -m ruff check .
 	$(IN_VENV) -m ruff format --check .
 	$(IN_VENV) -m mypy
 	@# The pieces in slurm/job are checked as the scripts that they make, in tests/unit/golden.
 	shellcheck .ci/run $$(git ls-files '*.sh' '*.sbatch' ':!slurm/job')
+
+# Passwords, tokens and keys in the files of the repository. Needs no network.
+secret_scan: $(VENV)/installed-test
+	git ls-files -z | xargs -0 $(VENV)/bin/detect-secrets-hook # pragma: allowlist secret
+
+# --strict: a package of which pypi.org knows nothing is an error, as is an index without such records.
+audit: $(VENV)/installed-test $(VENV)/installed-audit secret_scan
+	$(IN_VENV) -m pip freeze --exclude-editable | $(IN_VENV) -m pip_audit --strict --no-deps \
+	  --disable-pip --requirement /dev/stdin
 
 docs: $(VENV)/installed-test
 	$(IN_VENV) -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
@@ -51,6 +61,10 @@ $(VENV)/installed-train: setup.cfg | $(VENV)/bin/pip
 
 $(VENV)/installed-test: setup.cfg | $(VENV)/bin/pip
 	$(IN_VENV) -m pip install --quiet --editable '.[test]'
+	touch $@
+
+$(VENV)/installed-audit: setup.cfg | $(VENV)/bin/pip
+	$(IN_VENV) -m pip install --quiet --editable '.[audit]'
 	touch $@
 
 # Debian and Ubuntu ship Python without venv.

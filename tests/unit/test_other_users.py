@@ -22,7 +22,6 @@ from .fake_slurm import FakeSlurm, Script
 from .other_user import Other
 
 LOCAL_ID = "local-20260131T235900-4711"
-SECRET = "a-token-of-a-node"
 ESCAPES = "\x1b]0;a title\x07\x1b[2Jred"
 
 

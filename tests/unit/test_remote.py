@@ -72,9 +72,9 @@ def test_run_refuses_control_characters(stub_ssh: Path) -> None:
 
 
 def test_run_script_puts_no_secret_into_an_argument(stub_ssh: Path) -> None:
-    script = """secret='s3cret'
+    script = """word='s3cret'
 read line || line=nothing
-printf '%s %s\\n' "$secret" "$line"
+printf '%s %s\\n' "$word" "$line"
 cat
 echo end"""
     assert run_script(AWAY, script) == Answer(0, "s3cret nothing\nend\n", "")

@@ -24,7 +24,7 @@ from .conftest import Stub
 from .fake_slurm import FakeSlurm, Script
 from .other_user import Other
 
-SECRET = "a-token-of-a-node"
+VALUE = "value-for-one-node"
 
 
 @pytest.mark.parametrize(
@@ -91,11 +91,11 @@ def test_result_of_another_user_is_not_unpickled(other: Other) -> None:
 
 def test_files_of_submitit_are_for_their_user_only(other: Other, uneven: Path, stub: Stub) -> None:
     stub("sbatch", "cat >/dev/null; umask >umask; echo 48")
-    options = JobOptions.read({"command": ["t.py"], "env": [f"TOKEN={SECRET}"], "setup": ["true"]})
+    options = JobOptions.read({"command": ["t.py"], "env": [f"TOKEN={VALUE}"], "setup": ["true"]})
     plan = make_plan(Cluster.load(uneven), options)
     runs = runs_folder_in(other.shared)
     assert CommandJob(plan, runs, None).submit() == "48"
-    assert SECRET in (runs / "48/48_submission.sh").read_text()
+    assert VALUE in (runs / "48/48_submission.sh").read_text()
     for path in (runs / "48").iterdir():
         other.run(f"cat {path}", status=1)
     assert (other.shared / "umask").read_text() == "0022\n"  # sbatch gives it to the job
@@ -107,8 +107,8 @@ def test_env_of_a_node_is_in_no_list_of_processes(
 ) -> None:
     stub("srun", 'echo $$ >"$UP"; while [[ -e $UP ]]; do sleep 1; done; exec "${@:7}"')
     file = tmp_path / "c.yaml"
-    file.write_text(f"nodes: [{{name: a, gpus: 1, env: {{TOKEN: {SECRET}}}}}]")
-    options = JobOptions.read({"command": ["printenv", "TOKEN"], "env": [f"MORE={SECRET}"]})
+    file.write_text(f"nodes: [{{name: a, gpus: 1, env: {{TOKEN: {VALUE}}}}}]")
+    options = JobOptions.read({"command": ["printenv", "TOKEN"], "env": [f"MORE={VALUE}"]})
     job = Script(render_sbatch(make_plan(Cluster.load(file), options)), tmp_path)
     up = other.shared / "up"
     with job.start(UP=str(up)) as process:
@@ -118,9 +118,9 @@ def test_env_of_a_node_is_in_no_list_of_processes(
         finally:
             up.unlink(missing_ok=True)
     assert "--ntasks-per-node=1" in seen
-    assert SECRET not in seen
+    assert VALUE not in seen
     assert process.returncode == 0, job.log
-    assert job.log == f"{SECRET}\n"
+    assert job.log == f"{VALUE}\n"
 
 
 def test_lab_lock_cannot_be_held_by_another_user(other: Other) -> None:
