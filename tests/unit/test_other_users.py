@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddp_slurm.cluster import Cluster
+from ddp_slurm.console import say, show, table
 from ddp_slurm.job.options import JobOptions
 from ddp_slurm.job.runs_folder import RUNS_FOLDER, runs_folder_in
 from ddp_slurm.plan import make_plan
@@ -157,13 +158,12 @@ def test_state_and_messages_change_no_screen(
     jobs.status("48")
     with pytest.raises(JobError):
         jobs.cancel("48")
-    other.plant(f"{RUNS_FOLDER}/48/run.json", record())
-    other.run(
-        f"mv {RUNS_FOLDER} '{RUNS_FOLDER}{ESCAPES}'; ln -s '{RUNS_FOLDER}{ESCAPES}' {RUNS_FOLDER}"
-    )
-    jobs.status("48")
+    say(f"error: {ESCAPES}")
+    show(table([(ESCAPES, "two\nlines")]))
     out, err = capsys.readouterr()
     assert "\x1b" not in out + err
+    assert "error: \\x1b]0;a title\\x07" in err
+    assert out.endswith("red  two\\nlines\n")
     assert "/tmp/\\x1b]0;a title" in out
 
 
