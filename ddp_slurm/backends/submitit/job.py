@@ -257,7 +257,8 @@ def _load_outcome(path: Path) -> Outcome | None:
             owner = os.fstat(file.fileno()).st_uid
             if not is_ours(owner):
                 raise TrustError(f"{path}: belongs to another user, {name_of(owner)}")
-            outcome, value = pickle.load(file)
+            # Not by its path: another file may be there by now.
+            outcome, value = utils.pickle_load(f"/proc/self/fd/{file.fileno()}")
     except (FileNotFoundError, EOFError, pickle.UnpicklingError):
         return None
     return outcome, value
