@@ -87,7 +87,7 @@ def conclude(shown: Shown, traces: Traces | None = None, ask: Ask = ask_slurm) -
     if state is not None and is_this_job:
         return look_at_nodes([state], ask)[0]
     left = _left(job_id, traces) if traces else None
-    if left and (not is_this_job or not shown.is_unknown):
+    if left and not shown.is_unknown:
         return left
     return _accounted(job_id, ask) or left or _unknown(shown)
 

@@ -103,6 +103,16 @@ def test_ranks_that_died_of_preemption_are_requeued(
     assert job.run() == 143, "without a preemption it is a failure"
 
 
+def test_ranks_that_end_after_an_early_sigterm_are_requeued(
+    script: MakeScript, stub: Stub, slurm: FakeSlurm
+) -> None:
+    """Slurm does not report the preemption, or the host shuts down: the job still runs."""
+    stub("srun", "kill -TERM $PPID; /bin/sleep 0.3; exit 143")
+    job = script(max_restarts=1)
+    assert job.run() == 0
+    assert "preempted; requeued (1 of 1)" in job.log
+
+
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_sigterm_of_a_cancelled_job_leaves_the_marker(
     restarts: int, script: MakeScript, stub: Stub, slurm: FakeSlurm, tmp_path: Path

@@ -84,6 +84,7 @@ def test_script_refuses_to_run_outside_its_job(
         ("false", 1, "false"),
         ("module load nothing", 4, "module load nothing"),
         ("source hook.sh", 1, "[[ -e missing ]] (line 2 of hook.sh)"),
+        ("loads() { [[ -e missing ]]; }; loads", 1, "[[ -e missing ]] (line "),
         ("true && exit 3", 3, "exit 3"),
         ('eval "$(echo false)"', 1, "false"),
     ],

@@ -111,3 +111,9 @@ def test_records_ignore_what_is_no_record() -> None:
 def test_line_break_in_a_text_adds_no_value() -> None:
     (node,) = read_nodes("NodeName=n1 CPUTot=8\n   State=IDLE\n   Comment=a\n   State=DOWN\n")
     assert node.state == "IDLE"
+
+
+def test_values_that_slurm_does_not_have_are_left_out() -> None:
+    text = "NodeName=a Arch=(null)\n   Version=N/A Owner=N/A State=IDLE\n"
+    (record,) = read_records(text, "NodeName")
+    assert record == {"NodeName": "a", "State": "IDLE"}

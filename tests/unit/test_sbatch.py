@@ -1,5 +1,6 @@
 """What sbatch reports of a submission: the id, a refusal, or nothing that is certain."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -108,3 +109,14 @@ def test_a_refusal_is_reported_at_once(
         submit(SCRIPT)
     assert str(caught.value).endswith(reason or "no reason given")
     assert not (tmp_path / "asked").exists()
+
+
+def test_a_slurm_that_answers_is_not_asked_for_long(
+    stub: Stub, queue: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sbatch, "LOOK_SECONDS", 60.0)
+    stub("sbatch", "echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1")
+    began = time.monotonic()
+    with pytest.raises(SubmitError, match="may have been accepted"):
+        submit("#!/bin/bash\n")
+    assert time.monotonic() - began < 30
