@@ -92,6 +92,8 @@ _ddp_on_exit() {
     _ddp_say "$_ddp_stage: exit status $status of: ${_ddp_failed_command:-$command}"
   fi
   _ddp_leave_exit_marker "$status"
+  # Not SIGTERM: srun would wait for its step, and half a minute later end the one of its number.
+  [[ -z ${_ddp_watch:-} ]] || kill -KILL "$_ddp_watch" 2>/dev/null || true
   [[ -z $_ddp_marker ]] || rm -rf -- "${_ddp_marker%/*}"
 }
 
@@ -220,7 +222,7 @@ _ddp_a_node_restarted() {
 # The first node takes this script with it. Slurm then puts the first component alone into the
 # queue, and the others would keep their nodes idle. A small step on the first node of the second
 # component looks now and then, and puts them into the queue as well.
-_ddp_watch_first_component() (
+_ddp_watch_first_component() {
   unset SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE SLURM_TASKS_PER_NODE
   unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_NNODES SLURM_NODELIST SLURM_JOB_NODELIST
   unset SLURM_JOB_NUM_NODES SLURM_JOB_CPUS_PER_NODE SLURM_MEM_PER_NODE
@@ -228,7 +230,7 @@ _ddp_watch_first_component() (
   # Its messages, such as of its end together with the script, are not about the ranks.
   exec srun --het-group=1 --overlap --nodes=1 --ntasks=1 --cpus-per-task=1 --gres=none --mem=0 \
     --mpi=none bash -c _ddp_requeue_with_first_component </dev/null >/dev/null 2>&1
-)
+}
 
 _ddp_requeue_with_first_component() {
   local id state
@@ -461,6 +463,7 @@ _ddp_note_log_size
 _ddp_start_ranks &
 _ddp_step=$!
 _ddp_watch_first_component &
+_ddp_watch=$!
 _ddp_wait_for_step "$_ddp_step"
 [[ $_ddp_status -eq 0 ]] || _ddp_name_ranks
 _ddp_end

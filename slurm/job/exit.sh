@@ -44,5 +44,7 @@ _ddp_on_exit() {
     _ddp_say "$_ddp_stage: exit status $status of: ${_ddp_failed_command:-$command}"
   fi
   _ddp_leave_exit_marker "$status"
+  # Not SIGTERM: srun would wait for its step, and half a minute later end the one of its number.
+  [[ -z ${_ddp_watch:-} ]] || kill -KILL "$_ddp_watch" 2>/dev/null || true
   [[ -z $_ddp_marker ]] || rm -rf -- "${_ddp_marker%/*}"
 }

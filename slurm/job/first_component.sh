@@ -4,7 +4,7 @@
 # The first node takes this script with it. Slurm then puts the first component alone into the
 # queue, and the others would keep their nodes idle. A small step on the first node of the second
 # component looks now and then, and puts them into the queue as well.
-_ddp_watch_first_component() (
+_ddp_watch_first_component() {
   unset SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE SLURM_TASKS_PER_NODE
   unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_NNODES SLURM_NODELIST SLURM_JOB_NODELIST
   unset SLURM_JOB_NUM_NODES SLURM_JOB_CPUS_PER_NODE SLURM_MEM_PER_NODE
@@ -12,7 +12,7 @@ _ddp_watch_first_component() (
   # Its messages, such as of its end together with the script, are not about the ranks.
   exec srun --het-group=1 --overlap --nodes=1 --ntasks=1 --cpus-per-task=1 --gres=none --mem=0 \
     --mpi=none bash -c _ddp_requeue_with_first_component </dev/null >/dev/null 2>&1
-)
+}
 
 _ddp_requeue_with_first_component() {
   local id state

@@ -166,6 +166,14 @@ exec /bin/sleep 1
     assert set(slurm.calls) == {"scontrol requeue 7"}
 
 
+def test_watching_step_does_not_outlive_the_script(script: MakeScript, stub: Stub) -> None:
+    """Its srun would end the step of its number in the next start of the job."""
+    srun = stub("srun", "")
+    waits = 'trap \'\' TERM; [[ " $* " != *" --overlap "* ]] || exec /bin/sleep 60'
+    srun.write_text(f"#!/bin/bash\n{waits}\n/bin/sleep 0.5\n")
+    assert script(max_restarts=1).run() == 0
+
+
 def test_restart_cancels_the_old_steps_first(
     script: MakeScript, stub: Stub, slurm: FakeSlurm
 ) -> None:
