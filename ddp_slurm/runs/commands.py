@@ -7,9 +7,10 @@ from argparse import ArgumentTypeError
 from pathlib import Path
 
 from ddp_slurm.console import Commands, Parser, add_command, say, show, table
-from ddp_slurm.runs.follow import all_lines, follow
+from ddp_slurm.runs.fetched_log import FetchedLog
+from ddp_slurm.runs.follow import all_lines, follow, open_log
 from ddp_slurm.runs.job import Job, find_job
-from ddp_slurm.runs.log import GrowingLog, RankFilter
+from ddp_slurm.runs.log import RankFilter
 from ddp_slurm.runs.process import end_launcher
 from ddp_slurm.runs.run_folder import JobError
 from ddp_slurm.slurm_client.commands import ask_slurm
@@ -123,11 +124,15 @@ def logs(
     select = all_lines if rank is None else _rank_filter(job, rank).lines
     if follow_it:
         raise SystemExit(follow(job, sys.stdout, select))
-    path = job.log(state)
-    if not path.exists():
-        raise JobError(f"{path}: no such file; {_why_no_log(job, state)}")
-    for text in GrowingLog(path).new_text(ended=True):
+    log = open_log(job, state)
+    if not log.path.exists() and not isinstance(log, FetchedLog):
+        raise JobError(f"{log.path}: no such file; {_why_no_log(job, state)}")
+    if isinstance(log, FetchedLog):
+        log.fetch_now()
+    for text in log.new_text(ended=True):
         sys.stdout.write(select(text))
+    if isinstance(log, FetchedLog) and log.problem:
+        raise JobError(f"{log.path}: {log.problem}; {_why_no_log(job, state)}")
 
 
 def _why_no_log(job: Job, state: JobState) -> str:

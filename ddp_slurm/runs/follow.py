@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from ddp_slurm.console import say
+from ddp_slurm.runs.fetched_log import FetchedLog, host_elsewhere
 from ddp_slurm.runs.job import Job
 from ddp_slurm.runs.log import GrowingLog
 from ddp_slurm.slurm_client.states import UNKNOWN, JobState, Patience
@@ -45,14 +46,25 @@ def _follow_to_its_end(job: Job, out: TextIO, select: Select) -> JobState:
     while True:
         state = watch.look()
         if log is None and not state.is_waiting and state.state != UNKNOWN:
-            log = GrowingLog(job.log(state))
+            log = open_log(job, state)
+        if isinstance(log, FetchedLog) and state.is_final:
+            log.fetch_now()
         if log is not None:
             for text in log.new_text(ended=state.is_final):
                 out.write(select(text))
             out.flush()
         if state.is_final:
+            if isinstance(log, FetchedLog) and log.problem:
+                say(f"the log could not be read: {log.problem}")
             return state
         time.sleep(LOG_SECONDS)
+
+
+def open_log(job: Job, state: JobState) -> GrowingLog:
+    """The log here, or on the host of rank 0 where there is no shared folder."""
+    path = job.log(state)
+    host = host_elsewhere(state) if job.is_of_slurm else None
+    return FetchedLog(path, host) if host else GrowingLog(path)
 
 
 class _StateWatch:
