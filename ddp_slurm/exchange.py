@@ -118,6 +118,18 @@ def buckets(gradient_bytes: float) -> int:
     return 1 + math.ceil(max(0.0, gradient_bytes - FIRST_BUCKET_BYTES) / BUCKET_BYTES)
 
 
+def last_bucket(gradient_bytes: float) -> float:
+    """The part of the gradients that is in the last bucket: backward ends before it is sent.
+
+    >>> last_bucket(FIRST_BUCKET_BYTES + 3 * BUCKET_BYTES)
+    0.32894736842105265
+    """
+    behind_first = gradient_bytes - FIRST_BUCKET_BYTES
+    if behind_first <= 0:
+        return 1.0
+    return (behind_first - BUCKET_BYTES * (buckets(gradient_bytes) - 2)) / gradient_bytes
+
+
 def exchange_seconds(boxes: Sequence[Box], network: Network, way: Way) -> float:
     """Of all gradients once: 0 for one rank, and where no link was measured."""
 

@@ -3,7 +3,7 @@
 A step is the slowest rank's forward, backward and update, and the part of the gradients' exchange
 that backward does not hide:
 
-    step = compute + max(exchange - hidden * compute, exchange / buckets)
+    step = compute + max(exchange - hidden * compute, exchange of the last bucket)
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ddp_slurm.balance import around_optimum
 from ddp_slurm.curve import Curve
-from ddp_slurm.exchange import Box, Network, Way, buckets, exchange_seconds
+from ddp_slurm.exchange import Box, Network, Way, exchange_seconds, last_bucket
 
 MOST_NODES_TRIED_ONE_BY_ONE = 8
 """Up to here every choice of nodes is predicted; above, nodes that are alike are one group."""
@@ -76,7 +76,8 @@ def _shown(exchange: float, network: Network, way: Way, compute: float) -> float
     """Seconds a step of an exchange that are not hidden."""
     if way.steps > 1:
         return max(0.0, exchange / way.steps - compute)
-    return max(exchange - network.hidden * compute, exchange / buckets(network.gradient_bytes))
+    last = exchange * last_bucket(network.gradient_bytes)
+    return max(exchange - network.hidden * compute, last)
 
 
 def fastest(global_batch: int, nodes: Sequence[Box], network: Network | None) -> Prediction | None:

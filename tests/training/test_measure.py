@@ -160,7 +160,7 @@ def test_advice_where_one_node_alone_is_faster() -> None:
     # together: 8 ms of compute, of whose half the exchange hides behind; 84 ms
     assert text == (
         "slower than fast alone, predicted: 1,190 against 10,000 images/s (a step of 84 ms: compute"
-        " 8, network 76); what would help: a global batch of 400: 4,167; --comm auto:local, which "
+        " 8, network 76); what would help: a global batch of 400: 3,940; --comm auto:local, which "
         "is not exact: 12,500; --nodes fast: 10,000"
     )
     faster = network_of(["fast", "slow"], Link(100e9, 0.0), 8e6, EXACT)

@@ -164,7 +164,7 @@ def test_network_follows_the_way_of_exchange(comm: str, network: float) -> None:
     [
         (0.1, 0.5, 0.3 - 0.05),
         (0.1, 0.0, 0.3),
-        (2.0, 0.5, 0.1),  # the last of three buckets comes after backward
+        (2.0, 0.5, 0.3 * (40 * MB - 26 * 2**20) / (40 * MB)),  # buckets of 1, 25 and 12.1 MiB
     ],
 )
 def test_step_shows_what_backward_does_not_hide(
@@ -242,3 +242,4 @@ def test_many_nodes_are_chosen_by_groups() -> None:
 def test_examples_in_the_docstrings() -> None:
     assert doctest.testmod(curve).attempted >= 1
     assert doctest.testmod(curve).failed == 0
+    assert doctest.testmod(exchange) == (0, 1)
