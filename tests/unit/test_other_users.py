@@ -159,7 +159,9 @@ def test_state_and_messages_change_no_screen(
     with pytest.raises(JobError):
         jobs.cancel("48")
     say(f"error: {ESCAPES}")
-    show(table([(ESCAPES, "two\nlines")]))
+    lines = table([(ESCAPES, "two\nlines")])
+    assert "\x1b" not in lines
+    show(lines)
     out, err = capsys.readouterr()
     assert "\x1b" not in out + err
     assert "error: \\x1b]0;a title\\x07" in err
@@ -178,3 +180,8 @@ def test_each_user_has_runs_of_his_own_in_a_shared_folder(other: Other) -> None:
         os.seteuid(0)
     (other.shared / RUNS_FOLDER).chmod(0o777)
     assert runs_folder_in(other.shared).name == f"{RUNS_FOLDER}.0"
+
+
+def test_own_link_to_the_folder_of_the_runs_is_followed(other: Other, tmp_path: Path) -> None:
+    (other.shared / RUNS_FOLDER).symlink_to(tmp_path)
+    assert runs_folder_in(other.shared) == tmp_path

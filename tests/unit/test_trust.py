@@ -20,7 +20,7 @@ from ddp_slurm.plan import make_plan
 from ddp_slurm.render import render_sbatch
 from tests.waiting import wait_until
 
-from .conftest import Stub
+from .conftest import Command, Stub
 from .fake_slurm import FakeSlurm, Script
 from .other_user import Other
 
@@ -121,6 +121,21 @@ def test_env_of_a_node_is_in_no_list_of_processes(
     assert VALUE not in seen
     assert process.returncode == 0, job.log
     assert job.log == f"{VALUE}\n"
+
+
+@pytest.mark.parametrize("option", ["--env", "--setup"])
+def test_script_with_values_is_for_its_user_only(
+    option: str, uneven: Path, submit: Command, tmp_path: Path
+) -> None:
+    done = submit(option, "A=x", "--script", "test.sh", "--", "python", "t.py")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "test.sh").stat().st_mode & 0o777 == 0o700
+
+
+def test_new_lab_lock_is_for_root_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "LOCK_FILE", tmp_path / "lock")
+    with registry.locked():
+        assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o600
 
 
 def test_lab_lock_cannot_be_held_by_another_user(other: Other) -> None:
