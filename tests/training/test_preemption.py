@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +74,26 @@ def test_cancelled_training_ends_at_once(
     assert "ends, because" not in logs
     assert "failed" not in logs
     assert not (tmp_path / "s.pt").exists()
+
+
+FORKS = """
+import os, signal
+from ddp_slurm.training.process_group.stop_signal import catch_stop_signal, stop_when_preempted
+
+catch_stop_signal()
+stop_when_preempted(1)
+child = os.fork()
+if child == 0:
+    signal.alarm(10)
+    while True:
+        signal.pause()
+os.kill(child, signal.SIGTERM)
+print(os.waitpid(child, 0)[1])
+"""
+
+
+def test_forked_process_ends_by_sigterm(environ: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS], env={**os.environ, **environ}, capture_output=True, text=True
+    )
+    assert done.stdout == f"{int(signal.SIGTERM)}\n", done.stderr
