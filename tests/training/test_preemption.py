@@ -82,11 +82,14 @@ from ddp_slurm.training.process_group.stop_signal import catch_stop_signal, stop
 
 catch_stop_signal()
 stop_when_preempted(1)
+ready, write = os.pipe()
 child = os.fork()
 if child == 0:
     signal.alarm(10)
+    os.write(write, b".")
     while True:
         signal.pause()
+os.read(ready, 1)
 os.kill(child, signal.SIGTERM)
 print(os.waitpid(child, 0)[1])
 """
