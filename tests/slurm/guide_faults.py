@@ -121,7 +121,8 @@ SLURM = (
     Fault(
         "alpha",
         "sudo scontrol create reservation reservationname=r starttime=now duration=60 "
-        "users=root nodes=gamma",
+        "users=root nodes=gamma; "
+        "until scontrol show node gamma | grep -q RESERVED; do sleep 1; done",
         "reservations",
         "only jobs of a reservation",
         "scontrol delete reservationname=NAME",
@@ -145,7 +146,7 @@ SLURM = (
     ),
     Fault(
         "alpha",
-        f"sed -i 's/^  - name: gamma$/&\\n    partition: fast/' {CLUSTER}",
+        f"sed -i 's/^  - name: gamma.*/&\\n    partition: fast/' {CLUSTER}",
         "partitions",
         "partition 'fast' of cluster.yaml is not in Slurm",
         "correct cluster.yaml",
@@ -198,13 +199,12 @@ DAEMONS = (
         "alpha",
     ),
     Fault(
-        "beta",
-        "sudo tc qdisc add dev eth0 clsact; sudo tc filter add dev eth0 ingress protocol ip "
-        "flower ip_proto tcp dst_port 29500 action drop",
+        "gamma",
+        "sudo ip route add blackhole 192.168.8.152",
         "firewall",
-        "gets no answer from beta on port 29500",
+        "gamma gets no answer from beta on port",
         "allow the cluster's own network",
-        "sudo tc qdisc del dev eth0 clsact",
+        "sudo ip route del blackhole 192.168.8.152",
     ),
 )
 DEVICES = (
