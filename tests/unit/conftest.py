@@ -1,6 +1,8 @@
 """Shared by the tests that need neither Slurm nor a network."""
 
 import os
+import pwd
+import re
 import shutil
 import stat
 import subprocess
@@ -129,6 +131,10 @@ def second_user() -> Iterator[tuple[str, int, int]]:
     """Name, uid and gid of a new user."""
     if os.geteuid() != 0:
         pytest.skip("only root can make a second user")
+    for user in pwd.getpwall():
+        run = re.fullmatch("ddptest([0-9]+)", user.pw_name)
+        if run and not Path(f"/proc/{run[1]}").exists():  # of a test run that was killed
+            subprocess.run(["userdel", user.pw_name], capture_output=True)
     name = f"ddptest{os.getpid()}"
     add = ["useradd", "--no-create-home", "--user-group", "--shell", "/bin/sh", name]
     # Another test run may hold the lock of /etc/passwd.
