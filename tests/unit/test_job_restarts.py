@@ -156,6 +156,7 @@ fi
 exec /bin/sleep 1
 """
     srun.write_text(watch)
+    slurm.set(steps="7.batch\n7.0\n")
     job = script(max_restarts=1)
     assert job.run() == 0
     assert slurm.calls == [], "the first component runs"
@@ -166,8 +167,26 @@ exec /bin/sleep 1
     assert set(slurm.calls) == {"scontrol requeue 7"}
 
 
-def test_watching_step_does_not_outlive_the_script(script: MakeScript, stub: Stub) -> None:
+def test_watching_step_waits_for_that_of_the_ranks(
+    script: MakeScript, stub: Stub, slurm: FakeSlurm
+) -> None:
+    """On Slurm 20.11 theirs would not begin beside it."""
+    srun = stub("srun", "")
+    starts = '[[ " $* " != *" --overlap "* ]] || echo watch >>"$FAKE_SLURM/calls"'
+    srun.write_text(f"#!/bin/bash\n{starts}\n/bin/sleep 1\n")
+    slurm.set(steps="7.batch\n")
+    assert script(max_restarts=1).run() == 0
+    assert slurm.calls == []
+    slurm.set(steps="7.batch\n7.0\n")
+    assert script(max_restarts=1).run() == 0
+    assert slurm.calls == ["watch"]
+
+
+def test_watching_step_does_not_outlive_the_script(
+    script: MakeScript, stub: Stub, slurm: FakeSlurm
+) -> None:
     """Its srun would end the step of its number in the next start of the job."""
+    slurm.set(steps="7.0\n")
     srun = stub("srun", "")
     waits = 'trap \'\' TERM; [[ " $* " != *" --overlap "* ]] || exec /bin/sleep 60'
     srun.write_text(f"#!/bin/bash\n{waits}\n/bin/sleep 0.5\n")
