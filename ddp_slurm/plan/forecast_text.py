@@ -49,7 +49,7 @@ def _source(balance: Balance) -> str:
     if measured is None:
         return f"by {balance}, which has no links: the network is left out"
     what = [measured.model, measured.precision, measured.backend, measured.date]
-    text = f"by {balance}: {', '.join(word for word in what if word)}"
+    text = ", ".join([f"by {balance}", *(word for word in what if word)])
     if measured.network() is None:
         return f"{text}; without links: the network is left out"
     assert measured.gradient_bytes is not None
@@ -57,13 +57,13 @@ def _source(balance: Balance) -> str:
 
 
 def rate_text(rate: float) -> str:
-    """``950``, ``5.4k``, ``64k``, ``1.2M``.
+    """``3.5``, ``950``, ``5.4k``, ``64k``, ``1.2M``.
 
-    >>> [rate_text(rate) for rate in (949.6, 5412, 64321, 1_234_567)]
-    ['950', '5.4k', '64k', '1.2M']
+    >>> [rate_text(rate) for rate in (3.48, 949.6, 5412, 64321, 1_234_567)]
+    ['3.5', '950', '5.4k', '64k', '1.2M']
     """
     for unit, size in (("M", 1e6), ("k", 1e3)):
         if rate >= size:
             number = rate / size
             return f"{number:.0f}{unit}" if number >= 10 else f"{number:.1f}{unit}"
-    return f"{rate:.0f}"
+    return f"{rate:.0f}" if rate >= 10 else f"{rate:.1f}"

@@ -25,7 +25,8 @@ class Choice(NamedTuple):
     @property
     def waiting(self) -> float:
         """Seconds for which a rank waits for the slowest, in the mean over the ranks."""
-        return self.step.compute - sum(self.computes) / len(self.computes)
+        seconds = self.step.compute - sum(self.computes) / len(self.computes)
+        return max(0.0, round(seconds, 9))
 
 
 class Forecast(NamedTuple):

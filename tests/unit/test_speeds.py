@@ -1,5 +1,6 @@
 """The file of speeds, relative speeds, and what ``plan`` predicts by them."""
 
+import doctest
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from ddp_slurm.cluster import Cluster
 from ddp_slurm.exchange import HIDDEN, Link
 from ddp_slurm.job.options import JobOptions
 from ddp_slurm.job.speeds import SpeedsError, read_speeds
-from ddp_slurm.plan import Plan, PlanError, make_plan
+from ddp_slurm.plan import Plan, PlanError, forecast_text, make_plan
 from ddp_slurm.plan.table import plan_table
 from ddp_slurm.schema.schema import Invalid
 
@@ -135,8 +136,12 @@ def test_plan_first_names_the_nodes_that_slow_it_down(uneven: Path) -> None:
     assert float(waiting) < 1
     assert "by " in lines[-1]
     assert lines[-1].endswith(
-        "speeds.yaml: CifarResNet, bf16, 2026-11-28T17:50:00Z; 44.7 MB of gradients"
+        "speeds.yaml, CifarResNet, bf16, 2026-11-28T17:50:00Z; 44.7 MB of gradients"
     )
+
+
+def test_rates_have_two_digits() -> None:
+    assert doctest.testmod(forecast_text) == (0, 1)
 
 
 def test_plan_without_links_leaves_the_network_out(uneven: Path) -> None:
