@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import Store
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
@@ -20,7 +21,8 @@ from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.rank_env import LaunchError, RankEnv
 from ddp_slurm.training import init_distributed
 from ddp_slurm.training.exchange import all_gather_values, broadcast_value, gather_values
-from ddp_slurm.training.process_group import failure, peers, rendezvous
+from ddp_slurm.training.process_group import failure, peers, rendezvous, start_group
+from ddp_slurm.training.process_group.store import group_store
 from ddp_slurm.training.trainer.precision import Precision, choose_precision
 
 from .worlds import tell
@@ -33,6 +35,22 @@ def join(pipe: Connection, rendezvous_seconds: float = 60.0) -> str:
             return "met"
     except LaunchError as error:
         return str(error)
+
+
+def meet_in_nccls_store(pipe: Connection) -> list[str]:
+    """What all ranks have written into the store that NCCL gets; the group itself is gloo's."""
+    found: list[str] = []
+
+    def store_of_nccl(store: Store, env: RankEnv, backend: str, seconds: float) -> Store:
+        own = group_store(store, env, "nccl", seconds)
+        own.set(f"from {env.rank}", type(own.underlying_store).__name__)
+        found.extend(own.get(f"from {rank}").decode() for rank in range(env.world_size))
+        return own
+
+    start_group.group_store = store_of_nccl
+    with init_distributed():
+        dist.barrier()
+    return found
 
 
 def fail_at_three(pipe: Connection, how: str) -> None:

@@ -13,7 +13,7 @@ from ddp_slurm.training.process_group.peers import Ending
 from ddp_slurm.training.process_group.sealed import ClientSide, NotOurs, Secret, pack
 from ddp_slurm.training.process_group.store_server import StoreServer
 
-from .joining import join, meet_and_leave_when_told
+from .joining import join, meet_and_leave_when_told, meet_in_nccls_store
 from .strangers import (
     as_a_stranger,
     be_or_meet_an_impostor,
@@ -81,6 +81,12 @@ def test_object_of_an_impostor_is_not_run(tmp_path: Path, has_token: bool) -> No
     )
     assert not file.exists()
     assert "no answer from rank 0" in found[1] or not has_token
+
+
+@pytest.mark.parametrize(("variables", "kind"), [({}, "TCPStore"), (NO_TOKEN, "PrefixStore")])
+def test_nccl_gets_torchs_own_store(tmp_path: Path, variables: dict[str, str], kind: str) -> None:
+    found = run_world(tmp_path, (3,), meet_in_nccls_store, environ=variables)
+    assert found == [[kind] * 3] * 3
 
 
 @pytest.mark.parametrize("other", ["", "f" * 32])

@@ -5,14 +5,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from ddp_slurm.rank_env import RankEnv
 from ddp_slurm.training.process_group.facts import Arrival
 from ddp_slurm.training.process_group.failure import FailureWatch
 from ddp_slurm.training.process_group.peers import Peers
 from ddp_slurm.training.process_group.rendezvous import Meeting, place_of
-from ddp_slurm.training.process_group.store import connect_again
+from ddp_slurm.training.process_group.store import connect_again, group_store
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def start_process_group(
     limit = timedelta(seconds=timeout_seconds)
     dist.init_process_group(
         backend,
-        store=PrefixStore("group", meeting.store),
+        store=group_store(meeting.store, meeting.env, backend, timeout_seconds),
         rank=meeting.env.rank,
         world_size=meeting.env.world_size,
         timeout=limit,

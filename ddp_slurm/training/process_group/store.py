@@ -1,7 +1,9 @@
 """Rank 0's store: with a token only this job's processes reach it, without one everybody who
 reaches the port."""
 
+import json
 import os
+import secrets
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -37,6 +39,25 @@ def connect(env: RankEnv, seconds: float) -> Store:
 def connect_again(store: Store, env: RankEnv, seconds: float) -> Store:
     """A second connection to the same store as ``store``. Raises RuntimeError as ``connect``."""
     return store.clone() if isinstance(store, TokenStore) else connect(env, seconds)
+
+
+def group_store(store: Store, env: RankEnv, backend: str, seconds: float) -> Store:
+    """The store in which torch's process group meets. All ranks call it.
+
+    NCCL's threads read their store while Python may be waiting for the GPU, or is ending. They get
+    torch's own, at a free port of rank 0, and a prefix of its keys that nobody else can guess.
+    """
+    if backend != "nccl" or not isinstance(store, TokenStore):
+        return PrefixStore("group", store)
+    key, limit = "nccl store", timedelta(seconds=seconds)
+    if env.rank == 0:
+        own = TCPStore(env.master_addr, 0, is_master=True, timeout=limit, wait_for_workers=False)
+        prefix = secrets.token_hex(16)
+        store.set(key, json.dumps([own.port, prefix]))
+    else:
+        port, prefix = json.loads(store.get(key))
+        own = TCPStore(env.master_addr, port, timeout=limit, wait_for_workers=False)
+    return PrefixStore(prefix, own)
 
 
 def describe_token() -> str:
