@@ -214,12 +214,10 @@ class World:
             membership.watch.report_exit(status)
 
     def _leave_at_exit(self, process: int) -> None:
-        """Leave where the script ends without ``close``: no thread may be inside the store when
-        the interpreter ends, it would abort (pytorch issue 38228)."""
-        membership = self._membership
-        if os.getpid() != process or membership is None or membership.watch is None:
-            return
-        leave(membership.watch, membership.timeout_seconds)
+        """Leave where the script ends without ``close``: no thread, NCCL's neither, may be inside
+        the store when the interpreter ends, it would abort (pytorch issue 38228)."""
+        if os.getpid() == process:
+            self.close()
 
 
 def init_distributed(
