@@ -77,8 +77,8 @@ class Facts:
         """
         cores_of_threads = [tuple(line.split()) for line in self.values.get("cpu", ())]
         cores = set(cores_of_threads)
-        sockets = {socket for socket, _ in cores}
-        if not cores:
+        sockets = {place[0] for place in cores if len(place) == 2}
+        if not sockets:
             return None
         if len(cores) % len(sockets) or len(cores_of_threads) % len(cores):
             return None

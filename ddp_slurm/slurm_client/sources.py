@@ -156,13 +156,18 @@ def active_states(job_ids: Iterable[str], ask: Ask = ask_slurm) -> dict[str, Job
 
 def parse_scontrol(text: str) -> JobState | None:
     """The job of ``scontrol show job``; None where the text has no job record."""
-    records = [record for record in read_records(text, "JobId") if "JobState" in record]
+    records = [record for record in read_records(text, "JobId") if _is_job(record)]
     if not records:
         return None
     components = [_component(record) for record in records]
     leader = leader_of(components[0].job_id)
     log = next((record["StdOut"] for record in records if "StdOut" in record), None)
     return job_of(leader, components, "scontrol", log, _purged(leader, records))
+
+
+def _is_job(record: Record) -> bool:
+    numbers = [record.get(key, "0") for key in ("JobId", "HetJobId", "HetJobOffset")]
+    return "JobState" in record and all(re.fullmatch("[0-9]{1,10}", text) for text in numbers)
 
 
 def _purged(leader: str, records: Sequence[Record]) -> list[str]:

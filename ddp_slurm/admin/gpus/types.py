@@ -44,8 +44,9 @@ def _short_type(name: str) -> str:
     text = bracket[1] if bracket else name
     text = re.sub(r"\(.*?\)", " ", text)
     text = re.sub(r"-\S*", " ", text)
-    return _as_type(_NOISE.sub(" ", text)) or _as_type(name)
+    kept = _NOISE.sub(" ", text)
+    return _as_type(kept if re.search("[a-z0-9]", kept.lower()) else name)
 
 
 def _as_type(name: str) -> str:
-    return re.sub(r"[^a-z0-9.-]+", "_", name.lower()).strip("_.-")
+    return re.sub(r"[^a-z0-9.-]+", "_", name.lower()).strip("_.-") or "gpu"

@@ -114,4 +114,4 @@ def _check_archive(path: Path, data: bytes) -> None:
     except Exception as error:  # zipfile raises many types for damaged headers
         raise SnapshotError(f"{path} is damaged or no snapshot ({error})") from error
     if damaged:
-        raise SnapshotError(f"{path} is damaged (checksum of {damaged})")
+        raise SnapshotError(f"{path} is damaged (checksum of {damaged!r})")
