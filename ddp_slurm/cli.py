@@ -15,6 +15,7 @@ COMMANDS = {
     "ddp_slurm.cluster.discover": ("discover",),
     "ddp_slurm.admin.commands": ("doctor", "cluster"),
     "ddp_slurm.lab.commands": ("lab",),
+    "ddp_slurm.verify": ("verify",),
 }
 """The commands of each module; its ``add_commands`` adds them to a parser."""
 

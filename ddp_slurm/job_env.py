@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ddp_slurm.comm import Comm
 from ddp_slurm.errors import DdpSlurmError
@@ -24,6 +25,7 @@ MEASURE_FILE = "DDP_SLURM_MEASURE_FILE"
 MEASURED_RANKS = "DDP_SLURM_MEASURED_RANKS"
 REQUEUE_MARKER = "DDP_SLURM_REQUEUE_MARKER"
 TOKEN = "DDP_SLURM_TOKEN"
+VERIFY = "DDP_SLURM_VERIFY"
 
 MEASURED = "measured"
 """The value of BALANCE with which the ranks measure their speed."""
@@ -31,6 +33,17 @@ MEASURED = "measured"
 
 class JobEnvError(DdpSlurmError, ValueError):
     """A DDP_SLURM_* variable whose value the job script would not have set."""
+
+
+class Verify(NamedTuple):
+    """What ``ddp-slurm verify`` asks of a script's process."""
+
+    steps: int
+    """Optimizer steps whose gradients are kept; the process ends with the last."""
+    ranks: int
+    """Of the world that is compared with one process."""
+    file: str
+    """Where rank 0 writes the gradients."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,8 @@ class JobEnv:
     token: str | None = field(default=None, repr=False)
     """DDP_SLURM_TOKEN: 32 or more random hexadecimal digits, by which the ranks of a job recognise
     each other when they meet. Made at the job's start, and kept in the environment alone."""
+    verify: Verify | None = None
+    """DDP_SLURM_VERIFY: ``STEPS:RANKS:FILE``, of ``ddp-slurm verify`` alone."""
 
     def to_environ(self) -> dict[str, str]:
         """The variables of all fields that are not None."""
@@ -79,6 +94,7 @@ class JobEnv:
             MEASURED_RANKS: _places_text(self.measured_ranks),
             REQUEUE_MARKER: self.requeue_marker,
             TOKEN: self.token,
+            VERIFY: None if self.verify is None else ":".join(map(str, self.verify)),
         }
         return {name: value for name, value in values.items() if value is not None}
 
@@ -102,6 +118,7 @@ class JobEnv:
             measured_ranks=_places(env, MEASURED_RANKS),
             requeue_marker=env.get(REQUEUE_MARKER),
             token=_token(env),
+            verify=_verify(env),
         )
 
 
@@ -146,6 +163,16 @@ def _counts(env: Mapping[str, str], name: str) -> tuple[int, ...] | None:
         return tuple(expand_tasks_per_node(text))
     except HostlistError as error:
         raise JobEnvError(f"{name}={text!r}: {error}") from None
+
+
+def _verify(env: Mapping[str, str]) -> Verify | None:
+    text = env.get(VERIFY)
+    if text is None:
+        return None
+    found = re.fullmatch("([1-9][0-9]{0,8}):([1-9][0-9]{0,8}):(.+)", text)
+    if found is None:
+        raise JobEnvError(f"{VERIFY}={text!r} is not STEPS:RANKS:FILE")
+    return Verify(int(found[1]), int(found[2]), found[3])
 
 
 def _comm(env: Mapping[str, str]) -> Comm | None:

@@ -1,19 +1,23 @@
 """``python -m ddp_slurm.run CMD ...``: run any env:// training script on this rank.
 
 Sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT from
-what the launcher left in the environment, and torchrun's mark, then becomes CMD. Standard library
-only: it runs once on every rank.
+what the launcher left in the environment, and torchrun's mark, then becomes CMD. With --uneven a
+script that uses DistributedDataParallel and a DataLoader trains on the plan's shares of the batch.
+Standard library only: it runs once on every rank.
 """
 
 import glob
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.launchers import CommandError, launcher_error, launcher_in, uneven_command
 from ddp_slurm.rank_env import RankEnv, tasks_per_node
 
-USAGE = "usage: python -m ddp_slurm.run CMD ...   (inside an srun step, or another launcher's rank)"
+USAGE = """\
+usage: python -m ddp_slurm.run [--uneven] CMD ...
+       (inside an srun step, or another launcher's rank)"""
 ACCELERATORS = (
     "/dev/nvidia[0-9]*",
     "/dev/kfd",
@@ -68,11 +72,24 @@ def _has_accelerator() -> bool:
     return any(glob.glob(pattern) for pattern in ACCELERATORS)
 
 
+def rank_command(argv: Sequence[str], *, is_uneven: bool, world_size: int) -> list[str]:
+    """What a rank runs for the command that was typed. Raises CommandError."""
+    launcher = launcher_in(argv)
+    if launcher is not None and world_size > 1:
+        raise CommandError(launcher_error(launcher))
+    if is_uneven:
+        return uneven_command(argv)
+    return [sys.executable, *argv] if argv[0].endswith(".py") else list(argv)
+
+
 def main(argv: list[str]) -> int:
     """Exec the command; returns only where that is not possible, with the exit status."""
     if argv and argv[0] in ("-h", "--help"):
         print(f"{__doc__}\n{USAGE}")
         return 0
+    is_uneven = argv[:1] == ["--uneven"]
+    if is_uneven:
+        argv = argv[1:]
     if argv and argv[0] == "--":
         argv = argv[1:]
     if not argv:
@@ -80,11 +97,10 @@ def main(argv: list[str]) -> int:
         return 2
     try:
         environ = script_environ(os.environ)
+        command = rank_command(argv, is_uneven=is_uneven, world_size=int(environ["WORLD_SIZE"]))
     except DdpSlurmError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
-    is_script = argv[0].endswith(".py")
-    command = [sys.executable, *argv] if is_script else argv
     try:
         os.execvpe(command[0], command, environ)
     except OSError as error:

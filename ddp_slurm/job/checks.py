@@ -4,6 +4,8 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from ddp_slurm.job.options import JobOptions
+from ddp_slurm.job_env import MEASURED
+from ddp_slurm.launchers import launcher_error, launcher_in
 from ddp_slurm.schema.fields import limit_seconds
 
 
@@ -34,6 +36,30 @@ def _command(options: JobOptions) -> str | None:
         f"the command begins with {options.command[0]!r}, which srun would take for an option of "
         "its own; did you forget python?"
     )
+
+
+def _launcher(options: JobOptions) -> str | None:
+    launcher = launcher_in(options.command)
+    if launcher is None:
+        return None
+    return launcher_error(launcher)
+
+
+def _uneven(options: JobOptions) -> str | None:
+    if not options.uneven:
+        return None
+    if not options.comm.is_exact:
+        return (
+            f"--comm {options.comm} is for scripts that call world.wrap(model); it cannot be "
+            "combined with --uneven, whose gradients are exact"
+        )
+    if options.balance.kind == MEASURED:
+        return (
+            "--balance measured cannot be combined with --uneven: the shares are needed before "
+            "the script has a model to measure. Give the speeds in a file (ddp-slurm measure "
+            "writes it): --balance speeds.yaml"
+        )
+    return None
 
 
 def _interpreter(options: JobOptions) -> str | None:
@@ -94,6 +120,8 @@ def _signal(options: JobOptions) -> str | None:
 
 CHECKS = (
     Check(("command",), _command),
+    Check(("command",), _launcher),
+    Check(("uneven", "comm", "balance"), _uneven),
     Check(("python", "conda_env", "venv"), _interpreter),
     Check(("balance", "global_batch_size"), _speeds),
     Check(("container", "mount", "container_network"), _container_options),

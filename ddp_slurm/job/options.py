@@ -13,6 +13,7 @@ from ddp_slurm.schema import fields
 from ddp_slurm.schema.schema import Schema, key
 
 PYTHONS = ("python", "python3")
+RUN = "ddp_slurm.run"
 
 
 class OptionsError(DdpSlurmError):
@@ -181,6 +182,14 @@ class JobOptions(Schema):
         "how the global batch is shared out: 'equal', 'measured' (at the start), by a file of "
         "speeds (ddp-slurm measure writes it), or by relative speeds such as rtx3090=2,titan=1",
     )
+    uneven: bool = key(
+        fields.flag,
+        False,
+        "",
+        "train a script that is not written for it on uneven shares of the batch, exactly: one "
+        "with DistributedDataParallel and a DataLoader, Lightning, Accelerate or the Hugging Face "
+        "Trainer (python -m ddp_slurm.run --uneven)",
+    )
     comm: Comm = key(
         Comm.read,
         EXACT,
@@ -221,9 +230,18 @@ class JobOptions(Schema):
         """The command with the chosen interpreter in place of ``python``, or before ``x.py``."""
         if not self.command:
             return ()
+        if self.uneven:
+            return self._uneven_command
         first, *rest = self.command
         if first in PYTHONS:
             return (self.python or first, *rest)
         if first.endswith(".py"):
             return (self.interpreter, *self.command)
         return self.command
+
+    @property
+    def _uneven_command(self) -> tuple[str, ...]:
+        if RUN not in self.command:
+            return (self.interpreter, "-m", RUN, "--uneven", *self.command)
+        index = self.command.index(RUN) + 1
+        return (*self.command[:index], "--uneven", *self.command[index:])

@@ -45,12 +45,15 @@ def add_job_options(parser: Parser) -> None:
 
 
 def _add_option(parser: Parser, name: str, key: Key) -> None:
-    default = "" if key.default in (None, (), {}) else f" [default: {key.default}]"
+    default = "" if key.default in (None, (), {}, False) else f" [default: {key.default}]"
     text = f"{key.help}{default}".replace("%", "%%")
     if name == "command":  # the first word that is no option, and all words behind it
         parser.add_argument(name, nargs="...", metavar=key.metavar, help=text)
         return
     option = f"--{name.replace('_', '-')}"
+    if key.default is False:
+        parser.add_argument(option, action="store_const", const="true", help=text)
+        return
     action = "append" if isinstance(key.default, tuple | dict) else "store"
     parser.add_argument(option, action=action, metavar=key.metavar, help=text)
 

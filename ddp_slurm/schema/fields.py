@@ -130,6 +130,15 @@ def whole_number(value: Any) -> int:
     return int(value)
 
 
+def flag(value: Any) -> bool:
+    """``true`` or ``false``."""
+    if value in (True, "true"):
+        return True
+    if value in (False, "false"):
+        return False
+    raise ValueError(f"{short(value)} is neither true nor false")
+
+
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 

@@ -48,7 +48,7 @@ def test_help_is_printed() -> None:
     for option in ("-h", "--help"):
         done = run(option, env={})
         assert (done.returncode, done.stderr) == (0, "")
-        assert "usage: python -m ddp_slurm.run CMD ..." in done.stdout
+        assert "usage: python -m ddp_slurm.run [--uneven] CMD ..." in done.stdout
 
 
 def test_script_gets_all_that_torchrun_sets() -> None:

@@ -18,6 +18,7 @@ submitit = pytest.importorskip("submitit")
 from submitit.core import core, job_environment, plugins, submission, utils  # noqa: E402
 from submitit.slurm import slurm  # noqa: E402
 
+from ddp_slurm.ask import Answer  # noqa: E402
 from ddp_slurm.backends import sbatch  # noqa: E402
 from ddp_slurm.backends.submitit import HetSlurmExecutor, HetSlurmJob  # noqa: E402
 from ddp_slurm.backends.submitit import job as submitit_job  # noqa: E402
@@ -468,3 +469,21 @@ def test_a_given_plan_is_kept(uneven: Path, tmp_path: Path) -> None:
 )
 def test_minutes(text: str | None, expected: int) -> None:
     assert minutes(text) == expected
+
+
+@pytest.mark.parametrize(("timeout", "signals"), [(True, ["USR2"]), (False, ["TERM", "USR2"])])
+def test_job_is_interrupted_as_submitits_page_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout: bool, signals: list[str]
+) -> None:
+    asked: list[list[str]] = []
+
+    def answer(argv: list[str]) -> Answer:
+        asked.append(argv)
+        return Answer(0, "", "")
+
+    monkeypatch.setattr(submitit_job, "ask_slurm", answer)
+    HetSlurmJob(tmp_path, "7", [0, 1])._interrupt(timeout=timeout)
+    assert asked == [["scancel", f"--signal={name}", "7"] for name in signals]
+    monkeypatch.setattr(submitit_job, "ask_slurm", lambda argv: Answer(1, "", "no such job"))
+    with pytest.raises(DdpSlurmError, match=r"job 7 got no signal TERM: no such job"):
+        HetSlurmJob(tmp_path, "7", [0, 1])._interrupt()

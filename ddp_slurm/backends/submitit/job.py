@@ -8,8 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_slurm.backends.submitit.rank import core, utils
+from ddp_slurm.backends.submitit.rank import SlurmJobEnvironment, core, utils
+from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.runs.log import RankFilter, tail
+from ddp_slurm.slurm_client.commands import ask_slurm
 from ddp_slurm.slurm_client.sources import active_states, read_state, settle
 from ddp_slurm.slurm_client.states import JobState, Patience
 from ddp_slurm.trust import TrustError, is_ours
@@ -114,6 +116,20 @@ class HetSlurmJob(core.Job[core.R]):
 
     def _register_in_watcher(self) -> None:
         self.watcher.watch(self.job_id, self.run)
+
+    def _interrupt(self, timeout: bool = False) -> None:
+        """Send the ranks the signal for a checkpoint, as submitit's page on checkpointing does.
+
+        Args:
+            timeout: as before the time limit; otherwise as in a preemption, with SIGTERM first.
+
+        Raises DdpSlurmError where Slurm refuses.
+        """
+        checkpoint = SlurmJobEnvironment._usr_sig().name.removeprefix("SIG")
+        for name in (checkpoint,) if timeout else ("TERM", checkpoint):
+            answer = ask_slurm(["scancel", f"--signal={name}", self.job_id])
+            if answer.status:
+                raise DdpSlurmError(f"job {self.job_id} got no signal {name}: {answer.text}")
 
     def _result_file(self, rank: int) -> Path:
         return utils.JobPaths(self._paths._folder, self.job_id, rank).result_pickle

@@ -24,7 +24,14 @@ from ddp_slurm.hostlist import expand_hostlist
 from ddp_slurm.rank_env import ENV_VARIABLES, RankEnv, known
 from ddp_slurm.term_signal import TermWatch
 
-__all__ = ["NAME", "HetSlurmJobEnvironment", "RankCommand", "core", "utils"]
+__all__ = [
+    "NAME",
+    "HetSlurmJobEnvironment",
+    "RankCommand",
+    "SlurmJobEnvironment",
+    "core",
+    "utils",
+]
 
 NAME = "het_slurm"
 

@@ -1,0 +1,209 @@
+"""Users' loops on ranks slowed 1 : 2 : 4, with and without --uneven, beside the sum of the ranks.
+
+    python benchmarks/uneven_scripts.py [STYLE ...]
+
+Each style runs on three gloo ranks of this machine. A rank's compute is a sleep in proportion to
+its samples, so the figures are of the shares and the loop, not of the cores.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+SECONDS_PER_SAMPLE = 0.002
+SLOWNESS = (4, 2, 1)
+"""Of each rank."""
+SHARES = "1,2,4"
+BATCH_SIZE = 28
+"""Of the script, for each rank: the global batch is 84."""
+STEPS = 20
+WARM_UP = 5
+
+
+def make_model():  # type: ignore[no-untyped-def]
+    import torch
+    from torch import nn
+
+    class Slow(nn.Module):
+        """Counts samples and time over the steps after the warm-up."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 2)
+            self.calls = self.samples = 0
+            self.began = 0.0
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None):  # type: ignore[no-untyped-def]
+            if self.calls == WARM_UP:
+                self.began = time.perf_counter()
+            self.calls += 1
+            self.samples += len(x) if self.calls > WARM_UP else 0
+            time.sleep(len(x) * SECONDS_PER_SAMPLE * SLOWNESS[int(os.environ["RANK"]) % 3])
+            outputs = self.layer(x)
+            if labels is None:
+                return outputs
+            return {"loss": nn.functional.cross_entropy(outputs, labels), "logits": outputs}
+
+    return Slow()
+
+
+def make_data():  # type: ignore[no-untyped-def]
+    import torch
+    from torch.utils.data import TensorDataset
+
+    count = 3 * BATCH_SIZE * STEPS
+    return TensorDataset(torch.randn(count, 8), torch.randint(0, 2, (count,)))
+
+
+def plain(model, data) -> None:  # type: ignore[no-untyped-def]
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    dist.init_process_group("gloo")
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for x, y in DataLoader(data, BATCH_SIZE, sampler=DistributedSampler(data)):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(ddp(x), y).backward()
+        optimizer.step()
+
+
+def accelerate(model, data) -> None:  # type: ignore[no-untyped-def]
+    import torch
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(data, BATCH_SIZE, shuffle=True)
+    wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x, y in loader:
+        optimizer.zero_grad()
+        accelerator.backward(torch.nn.functional.cross_entropy(wrapped(x), y))
+        optimizer.step()
+
+
+def lightning(model, data) -> None:  # type: ignore[no-untyped-def]
+    import lightning as L
+    import torch
+    from torch.utils.data import DataLoader
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch, index):  # type: ignore[no-untyped-def]
+            return torch.nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+
+        def configure_optimizers(self):  # type: ignore[no-untyped-def]
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = L.Trainer(accelerator="cpu", devices="auto", strategy="ddp", max_epochs=1, **off)
+    trainer.fit(Module(), DataLoader(data, BATCH_SIZE, shuffle=True))
+
+
+def fabric(model, data) -> None:  # type: ignore[no-untyped-def]
+    import lightning as L
+    import torch
+    from torch.utils.data import DataLoader
+
+    fabric = L.Fabric(accelerator="cpu", devices="auto", strategy="ddp")
+    fabric.launch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped, optimizer = fabric.setup(model, optimizer)
+    for x, y in fabric.setup_dataloaders(DataLoader(data, BATCH_SIZE, shuffle=True)):
+        optimizer.zero_grad()
+        fabric.backward(torch.nn.functional.cross_entropy(wrapped(x), y))
+        optimizer.step()
+
+
+def hugging_face(model, data) -> None:  # type: ignore[no-untyped-def]
+    import tempfile
+
+    from transformers import Trainer, TrainingArguments
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            use_cpu=True,
+            per_device_train_batch_size=BATCH_SIZE,
+            num_train_epochs=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        rows = [{"x": x, "labels": y} for x, y in data]
+        Trainer(model, arguments, train_dataset=rows).train()
+
+
+STYLES: dict[str, Callable[..., None]] = {
+    "plain": plain,
+    "accelerate": accelerate,
+    "lightning": lightning,
+    "fabric": fabric,
+    "hugging_face": hugging_face,
+}
+
+
+def be_a_rank(style: str) -> None:
+    import torch
+
+    torch.manual_seed(0)
+    model = make_model()
+    STYLES[style](model, make_data())
+    seconds = time.perf_counter() - model.began
+    print("RESULT", json.dumps({"samples": model.samples, "seconds": seconds}), flush=True)
+
+
+def samples_per_second(style: str, port: int, *, uneven: bool) -> float:
+    """Of all ranks together, after the warm-up."""
+    option = ["--uneven"] if uneven else []
+    ranks = []
+    for rank in range(3):
+        environ = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(max(0, rank - 1)),
+            "WORLD_SIZE": "3",
+            "LOCAL_WORLD_SIZE": "1" if rank == 0 else "2",
+            "GROUP_RANK": str(min(rank, 1)),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "DDP_SLURM_SHARES": SHARES,
+            "DDP_SLURM_TASKS_PER_NODE": "1,2",
+        }
+        command = [sys.executable, "-m", "ddp_slurm.run", *option, __file__, "--rank", style]
+        ranks.append(
+            subprocess.Popen(
+                command, env={**os.environ, **environ}, stdout=subprocess.PIPE, text=True
+            )
+        )
+    found = []
+    for process in ranks:
+        output = process.communicate()[0]
+        found.append(json.loads(output[output.index("RESULT {") + 7 :].partition("\n")[0]))
+    return sum(rank["samples"] for rank in found) / max(rank["seconds"] for rank in found)
+
+
+def main(styles: list[str]) -> None:
+    total = sum(1 / (SECONDS_PER_SAMPLE * slowness) for slowness in SLOWNESS)
+    print(f"sum of the ranks alone: {total:.0f} samples/s")
+    for number, style in enumerate(styles):
+        equal = samples_per_second(style, 29610 + 2 * number, uneven=False)
+        uneven = samples_per_second(style, 29611 + 2 * number, uneven=True)
+        print(f"{style}: equal {equal / total:.2f} of the sum, --uneven {uneven / total:.2f}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        be_a_rank(sys.argv[2])
+    else:
+        main(sys.argv[1:] or list(STYLES))

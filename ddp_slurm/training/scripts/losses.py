@@ -1,0 +1,92 @@
+"""Losses whose mean is not over samples are refused: each rank would divide by its own sum."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ddp_slurm.training.scripts.errors import UnevenError, users_line
+from ddp_slurm.training.scripts.modules import Modules
+
+REMEDY = (
+    "Compute it with reduction='sum' and divide by the sum of the weights over all ranks, times "
+    "the number of ranks; or weight it in the script (weighted_loss_factor, see docs/training.md)"
+)
+
+
+def install(modules: Modules) -> None:
+    """Check cross_entropy and nll_loss in this process, and note where other means are taken."""
+    for name in ("cross_entropy", "nll_loss"):
+        setattr(functional, name, _checked(getattr(functional, name), modules))
+    for name in ("mse_loss", "binary_cross_entropy_with_logits"):
+        setattr(functional, name, _noted(getattr(functional, name), modules))
+
+
+def _noted(function: Callable[..., Tensor], modules: Modules) -> Callable[..., Tensor]:
+    @functools.wraps(function)
+    def noted(*args: Any, **options: Any) -> Tensor:
+        modules.has_mean_loss |= options.get("reduction", "mean") == "mean"
+        return function(*args, **options)
+
+    return noted
+
+
+def _checked(function: Callable[..., Tensor], modules: Modules) -> Callable[..., Tensor]:
+    looks = _Looks()
+
+    @functools.wraps(function)
+    def checked(
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        *args: Any,
+        **options: Any,
+    ) -> Tensor:
+        is_mean = options.get("reduction", "mean") == "mean" and len(args) < 2
+        modules.has_mean_loss |= is_mean
+        if is_mean and _is_weighted(input, modules):
+            _refuse_class_weights(function.__name__, weight)
+            looks.refuse_ignored(function.__name__, target, ignore_index)
+        return function(input, target, weight, size_average, ignore_index, *args, **options)
+
+    return checked
+
+
+def _is_weighted(input: Tensor, modules: Modules) -> bool:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not input.requires_grad:
+        return False
+    share = modules.share
+    return share is not None and share.factor(modules.world_size) not in (0, 1)
+
+
+def _refuse_class_weights(name: str, weight: Tensor | None) -> None:
+    if weight is not None:
+        raise UnevenError(
+            f"{users_line()}: {name} with class weights is divided by the sum of the targets' "
+            f"weights, which differs by rank. {REMEDY}"
+        )
+
+
+class _Looks:
+    """Looks for ignored targets at the calls 1, 2, 4, 8, ...: a look waits for the GPU."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._found: Tensor | None = None
+
+    def refuse_ignored(self, name: str, target: Tensor, ignore_index: int) -> None:
+        if target.is_floating_point():
+            return
+        found = (target == ignore_index).any()
+        self._found = found if self._found is None else self._found | found
+        self._calls += 1
+        if self._calls & (self._calls - 1) == 0 and bool(self._found):
+            raise UnevenError(
+                f"{users_line()}: {name} leaves out targets (ignore_index={ignore_index}) and is "
+                f"divided by the number of the others, which differs by rank. {REMEDY}"
+            )

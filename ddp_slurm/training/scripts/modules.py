@@ -1,0 +1,197 @@
+"""The seam at DistributedDataParallel: each micro-batch's gradient by its share of the samples.
+
+The factor is in the backward of the module's outputs. So the loss is never touched, ``no_sync``
+adds micro-batches of different shares exactly, and a regulariser that the script adds to the loss
+keeps its weight: every rank adds all of it, and DDP takes the mean.
+"""
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_slurm.training.scripts import hugging_face
+from ddp_slurm.training.scripts.batches import Share
+from ddp_slurm.training.scripts.errors import UnevenError
+from ddp_slurm.training.scripts.feed import Delivery, Feed
+from ddp_slurm.training.scripts.statistics import average_statistics
+from ddp_slurm.training.uneven.gradients import has_sync_batchnorm
+
+
+class _Weighted(torch.autograd.Function):
+    """The identity; its backward multiplies by a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        # A copy: the script may change it in place, which a view made here would forbid.
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        if torch.is_grad_enabled():
+            raise UnevenError(
+                "the gradient of the model's outputs is part of the loss (create_graph=True, as in "
+                "a gradient penalty), and would get the weight of this rank's samples twice. "
+                "Weight the loss in the script instead (loss_weight, see docs/recipes.md)"
+            )
+        if ctx.factor == 0:  # also of a loss that is not finite
+            return torch.zeros_like(gradient), None
+        return gradient * ctx.factor, None
+
+
+def weighted(output: Any, factor: float) -> Any:
+    """What a module returned, with the factor in the backward of every tensor in it.
+
+    Raises UnevenError for an object whose tensors cannot be found.
+    """
+    if factor == 1:
+        return output
+    if isinstance(output, Tensor):
+        return _Weighted.apply(output, factor) if output.requires_grad else output
+    if output is None or isinstance(output, str | bytes | int | float):
+        return output
+    if isinstance(output, Mapping):
+        return _with_values(output, {key: weighted(output[key], factor) for key in output})
+    if isinstance(output, list | tuple):
+        values = [weighted(value, factor) for value in output]
+        return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
+    if dataclasses.is_dataclass(output):
+        result = copy.copy(output)
+        for field in dataclasses.fields(output):
+            value = weighted(getattr(output, field.name), factor)
+            object.__setattr__(result, field.name, value)
+        return result
+    raise UnevenError(
+        f"the model returns a {type(output).__name__}, whose tensors cannot be found. Return "
+        "tensors in a tuple, list, dict or dataclass"
+    )
+
+
+def _with_values(mapping: Any, values: Mapping[Any, Any]) -> Any:
+    """A copy, also of Hugging Face's ModelOutput, whose attributes are its keys."""
+    result = copy.copy(mapping)
+    for key, value in values.items():
+        result[key] = value
+    return result
+
+
+class Modules:
+    """The DDP modules of this process, and the weights of their calls."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.share: Share | None = None
+        """Of the latest call in training."""
+        self.has_mean_loss = False
+        """A mean loss was computed since that call, inside of the model or outside."""
+        self.has_any = False
+        self._feed = Feed()
+        self._is_mean_over_tokens = False
+        self._alive: WeakSet[DistributedDataParallel] = WeakSet()
+
+    def is_training(self, is_shuffled: bool) -> bool:
+        """Whether an iteration over a loader that begins now is of the training.
+
+        A loader that shuffles is taken for one of the training unless gradients are switched off:
+        some loops call ``model.train()`` only after they have read the first batch.
+        """
+        if not torch.is_grad_enabled():
+            return False
+        in_training = [ddp.module.training for ddp in self._alive]
+        return is_shuffled or not in_training or any(in_training)
+
+    def add(self, ddp: DistributedDataParallel) -> None:
+        """Note a module that was made. Raises UnevenError for one over a part of the ranks."""
+        if dist.get_world_size(ddp.process_group) != self.world_size:
+            raise UnevenError(
+                "a DistributedDataParallel module has a process_group of "
+                f"{dist.get_world_size(ddp.process_group)} of {self.world_size} ranks; shares are "
+                "of all ranks. Leave out process_group"
+            )
+        self.has_any = True
+        self._alive.add(ddp)
+        average_statistics(ddp, lambda: self.share)
+        hugging_face.install(self._set_mean_over_tokens)
+
+    def alive(self) -> list[DistributedDataParallel]:
+        """The modules that the script still holds."""
+        return list(self._alive)
+
+    def _set_mean_over_tokens(self, value: bool) -> None:
+        self._is_mean_over_tokens = value
+
+    def deliver(self, delivery: Delivery) -> Share:
+        """Note that a loader hands out its next batch. Returns the batch's share.
+
+        Raises UnevenError where no module will weight its gradient.
+        """
+        share = self._feed.deliver(delivery)
+        if delivery.count > 1 and not self.has_any:
+            raise UnevenError(
+                "the script reads batches divided by shares, and has no DistributedDataParallel "
+                "module that weights their gradient. FSDP, DeepSpeed and scripts that reduce "
+                "gradients themselves work with equal shares: leave out --uneven"
+            )
+        return share
+
+    def delivered_unknown(self, batch: Any, reason: str) -> Any:
+        """Note that a loader hands out a batch whose share is not known. Returns the batch."""
+        self._feed.latest = reason
+        return batch
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def begin(self, ddp: DistributedDataParallel, batch: Any) -> None:
+        """Find the share of the batch that a module is called with, all arguments of the call.
+
+        Raises UnevenError where it is not known.
+        """
+        self.share = None
+        self.has_mean_loss = False
+        if self.world_size == 1:
+            return
+        is_evaluation = not ddp.module.training and isinstance(self._feed.latest, str)
+        if not torch.is_grad_enabled() or is_evaluation:
+            return
+        self.share = self._feed.take(batch)
+        if self.share.own == 0 and has_sync_batchnorm(ddp):
+            raise UnevenError(
+                f"this rank has no sample in a step of {self.share.total}, and SyncBatchNorm would "
+                "count its stand-ins. Set drop_last=True in the DataLoader"
+            )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def factor(self) -> float:
+        """The factor of the gradient of the call that has just returned its output."""
+        if self.share is None:
+            return 1
+        if self._is_mean_over_tokens and not self.has_mean_loss:
+            return 1 if self.share.own else 0
+        return self.share.factor(self.world_size)
+
+
+def install(modules: Modules) -> None:
+    """Change DistributedDataParallel in this process."""
+    plain_init, plain_forward = DistributedDataParallel.__init__, DistributedDataParallel.forward
+
+    @functools.wraps(plain_init)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain_init(self, *args, **kwargs)
+        modules.add(self)
+
+    @functools.wraps(plain_forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        modules.begin(self, (*args, *kwargs.values()))
+        output = plain_forward(self, *args, **kwargs)  # type: ignore[no-untyped-call]
+        return weighted(output, modules.factor())
+
+    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+    DistributedDataParallel.forward = forward  # type: ignore[method-assign]

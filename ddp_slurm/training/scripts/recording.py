@@ -1,0 +1,46 @@
+"""For ``ddp-slurm verify``: the gradients of a script's first optimizer steps, kept in a file."""
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ddp_slurm.job_env import Verify
+from ddp_slurm.training.scripts.modules import Modules
+
+
+def record(modules: Modules, verify: Verify) -> None:
+    """End this process after its first optimizer steps; rank 0 writes what they were given.
+
+    The file has ``steps``: for each the gradients by the parameters' names, float64 on the CPU; and
+    ``layers``: the kinds of layers of the models.
+    """
+    steps: list[dict[str, Tensor]] = []
+
+    def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        steps.append(_gradients(modules))
+        if len(steps) < verify.steps:
+            return
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            layers = {type(layer).__name__ for layer in _layers(modules)}
+            torch.save({"steps": steps, "layers": sorted(layers)}, verify.file)
+        # Not through the script, which might save a model or evaluate it on the way out.
+        os._exit(0)
+
+    register_optimizer_step_pre_hook(before_step)
+
+
+def _gradients(modules: Modules) -> dict[str, Tensor]:
+    return {
+        name: parameter.grad.detach().cpu().double()
+        for ddp in modules.alive()
+        for name, parameter in ddp.module.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def _layers(modules: Modules) -> list[nn.Module]:
+    return [layer for ddp in modules.alive() for layer in ddp.module.modules()]

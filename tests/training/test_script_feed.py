@@ -1,0 +1,149 @@
+"""Which batch a module is called with, and the weights of what it returns; no ranks."""
+
+import dataclasses
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddp_slurm.training.scripts.batches import Share
+from ddp_slurm.training.scripts.errors import UnevenError
+from ddp_slurm.training.scripts.feed import Delivery, Feed
+from ddp_slurm.training.scripts.modules import weighted
+
+WHOLE, LAST = Share(4, 28), Share(1, 5)
+
+
+class Loader:
+    """As ShareBatches, whose iteration has begun."""
+
+    def __init__(self, *shares: Share, is_divided: bool = True) -> None:
+        self.shares = list(shares)
+        self.is_divided = is_divided
+
+
+def batch(samples: int) -> tuple[Tensor, ...]:
+    return (torch.ones(samples, 3),)
+
+
+def epoch(ahead: int, shares: list[Share], calls: int = 1, skipped: int = 0) -> list[Share]:
+    """The shares of all calls of an epoch whose reader is so many batches ahead."""
+    feed = Feed()
+    delivery = Delivery(Loader(*[WHOLE] * skipped, *shares), skipped)  # type: ignore[arg-type]
+    found = []
+    delivered = 0
+    for index, share in enumerate(shares):
+        while delivered < min(len(shares), index + 1 + ahead):
+            feed.deliver(delivery)
+            delivered += 1
+        found += [feed.take(batch(share.size)) for _ in range(calls)]
+    return found
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("skipped", [0, 2])
+def test_share_of_each_batch_is_found(ahead: int, calls: int, skipped: int) -> None:
+    shares = [WHOLE, WHOLE, WHOLE, LAST]
+    expected = [share for share in shares for _ in range(calls)]
+    assert epoch(ahead, shares, calls, skipped) == expected
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_share_is_found_by_its_turn_if_sizes_are_alike(ahead: int) -> None:
+    shares = [Share(1, 7), Share(1, 7), Share(1, 5)]
+    assert epoch(ahead, shares) == shares
+    without_samples = [Share(2, 7), Share(2, 7), Share(0, 1)]
+    assert epoch(ahead, without_samples) == without_samples
+
+
+def test_batch_of_another_size_that_was_read_ahead_is_refused() -> None:
+    feed = Feed()
+    delivery = Delivery(Loader(WHOLE, LAST))  # type: ignore[arg-type]
+    feed.deliver(delivery)
+    feed.deliver(delivery)
+    with pytest.raises(UnevenError, match="drop_last=True"):
+        feed.take(batch(9))
+
+
+def test_two_loaders_with_unlike_shares_are_refused() -> None:
+    for second, is_error in ((Share(8, 56), False), (LAST, True)):
+        feed = Feed()
+        for share in (WHOLE, second):
+            feed.deliver(Delivery(Loader(share)))  # type: ignore[arg-type]
+        if is_error:
+            with pytest.raises(UnevenError, match="two DataLoaders feed one step"):
+                feed.take(batch(4))
+        else:
+            assert feed.take(batch(4)) == second
+
+
+def test_loader_of_an_evaluation_does_not_count_as_a_second_one() -> None:
+    feed = Feed()
+    evaluation = Loader(Share(1, 7), is_divided=False)
+    feed.deliver(Delivery(evaluation))  # type: ignore[arg-type]
+    feed.deliver(Delivery(Loader(WHOLE)))  # type: ignore[arg-type]
+    assert feed.take(batch(4)) == WHOLE
+
+
+@dataclasses.dataclass
+class Output:
+    logits: Tensor
+    name: str = "x"
+
+
+class Dict(OrderedDict[str, Any]):
+    """As Hugging Face's ModelOutput: keys are attributes too."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        object.__setattr__(self, key, value)
+
+
+Pair = namedtuple("Pair", "logits hidden")
+
+
+@pytest.mark.parametrize(
+    ("make", "get"),
+    [
+        (lambda t: t, lambda o: o),
+        (lambda t: (1, [t]), lambda o: o[1][0]),
+        (lambda t: {"a": {"b": t}}, lambda o: o["a"]["b"]),
+        (lambda t: Pair(t, None), lambda o: o.logits),
+        (lambda t: Output(t), lambda o: o.logits),
+        (lambda t: Dict(logits=t), lambda o: o.logits),
+    ],
+    ids=["tensor", "nested", "dict", "namedtuple", "dataclass", "attributes"],
+)
+def test_outputs_keep_their_kind_and_get_the_factor(make: Any, get: Any) -> None:
+    x = torch.ones(3, requires_grad=True)
+    made = make(x * 2)
+    output = weighted(made, 0.25)
+    assert type(output) is type(made)
+    get(output).mul_(3).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [1.5] * 3
+    assert weighted(made, 1) is made
+
+
+def test_loss_inside_of_the_outputs_gets_the_factor_once() -> None:
+    x = torch.ones(3, requires_grad=True)
+    logits = x * 2
+    output = weighted({"loss": logits.sum(), "logits": logits}, 0.5)
+    output["loss"].backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [1.0] * 3
+
+
+def test_stand_ins_add_nothing_even_if_their_loss_is_not_finite() -> None:
+    x = torch.zeros(3, requires_grad=True)
+    (weighted(x * 2, 0) / 0).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [0.0] * 3
+
+
+def test_output_whose_tensors_cannot_be_found_is_refused() -> None:
+    with pytest.raises(UnevenError, match="the model returns a object"):
+        weighted(object(), 0.5)
