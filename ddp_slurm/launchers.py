@@ -17,6 +17,10 @@ LAUNCHER_MODULES = (
 SPANS_NODES = ("--nnodes", "--num_machines", "--num-machines", "--hostfile", "--node-rank")
 """Options of a launcher that is started once a node and joins the others."""
 SCRIPTS = "ddp_slurm.training.scripts"
+NEEDS_VARIABLES = re.compile(
+    r"DistributedDataParallel|init_process_group|\b(Accelerator|Trainer|Fabric)\("
+)
+"""What scripts for torchrun have in them."""
 PYTHON = re.compile(r"python[0-9.]*")
 
 
@@ -49,6 +53,28 @@ def launcher_error(launcher: str) -> str:
         f"the command is a launcher, {launcher}, and would start a world of its own on every rank: "
         "as many separate trainings. Give the script in its place: "
         "python -m ddp_slurm.run train.py ...; or ddp-slurm submit --launcher torchrun"
+    )
+
+
+def forgotten_run(command: Sequence[str]) -> str | None:
+    """A line for a command whose script reads torchrun's variables, which srun does not set.
+
+    None for one that sets or needs none, as far as its text shows it.
+    """
+    words = [word for word in command if word.endswith(".py")]
+    if not words or "ddp_slurm.run" in command:
+        return None
+    try:
+        with open(words[0], encoding="utf-8", errors="replace") as file:
+            text = file.read()
+    except OSError:
+        return None
+    if "ddp_slurm" in text or "SLURM_" in text or not NEEDS_VARIABLES.search(text):
+        return None
+    return (
+        f"{words[0]} seems to read torchrun's variables (RANK, WORLD_SIZE, ...), which srun does "
+        "not set: every rank would train by itself, or stop. Give -- python -m ddp_slurm.run "
+        f"{words[0]} ..., or --launcher torchrun"
     )
 
 

@@ -14,6 +14,7 @@ from ddp_slurm.errors import counted
 from ddp_slurm.job.log_path import make_log_folder
 from ddp_slurm.job.options import OptionsError
 from ddp_slurm.job.runs_folder import runs_folder
+from ddp_slurm.launchers import forgotten_run
 from ddp_slurm.plan import Plan
 from ddp_slurm.plan.commands import add_job_options, request_of
 from ddp_slurm.plan.request import Reading, Request, read_request
@@ -68,6 +69,7 @@ def submit(*, backend: str, dry_run: bool, script: Path | None, follow: bool, **
     reading = read_request(request)
     _check_what_starts(reading)
     plan = reading.plan()
+    _say_if_run_was_forgotten(plan, chosen)
     if script is not None:
         _write_script(plan, script, dry_run=dry_run)
     else:
@@ -84,6 +86,15 @@ def start(plan: Plan, request: Request, *, dry_run: bool = False, follow: bool =
     if request.backend in IN_THE_TERMINAL:
         return _run_in_the_terminal(plan, request, dry_run=dry_run)
     return _submit_to_slurm(plan, request, dry_run=dry_run, follow=follow)
+
+
+def _say_if_run_was_forgotten(plan: Plan, backend: str) -> None:
+    options = plan.options
+    if options.uneven or options.launcher == "torchrun" or backend == "torchrun":
+        return
+    line = forgotten_run(options.command)
+    if line is not None:
+        console.say(f"note: {line}")
 
 
 def _check_goes_with_script(backend: str, *, follow: bool) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from ddp_slurm.job.checks import combination_errors
 from ddp_slurm.job.options import JobOptions
-from ddp_slurm.launchers import CommandError, launcher_in, uneven_command
+from ddp_slurm.launchers import CommandError, forgotten_run, launcher_in, uneven_command
 from ddp_slurm.run import rank_command
 
 SCRIPTS = "ddp_slurm.training.scripts"
@@ -92,3 +92,26 @@ def test_uneven_job_runs_its_command_through_run(command: str, expected: str) ->
 def test_uneven_job_refuses_what_it_cannot_have(other: dict[str, str], words: str) -> None:
     (error,) = combination_errors(JobOptions(command=["a.py"], uneven="true", **other))
     assert words in error
+
+
+@pytest.mark.parametrize(
+    ("text", "before", "is_forgotten"),
+    [
+        ("from accelerate import Accelerator\naccelerator = Accelerator()", "python", True),
+        ("torch.distributed.init_process_group('nccl')", "python -u", True),
+        ("trainer = L.Trainer(strategy='ddp')", "", True),
+        ("trainer = L.Trainer(strategy='ddp')", "python -m ddp_slurm.run", False),
+        ("from ddp_slurm.training import Trainer\nTrainer(model)", "python", False),
+        ("rank = os.environ['SLURM_PROCID']; init_process_group()", "python", False),
+        ("print(1)", "python", False),
+    ],
+)
+def test_script_that_needs_run_gets_a_line(
+    tmp_path: Path, text: str, before: str, is_forgotten: bool
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    line = forgotten_run([*before.split(), str(script), "--lr", "1"])
+    assert (line is not None) is is_forgotten
+    assert line is None or f"python -m ddp_slurm.run {script}" in line
+    assert forgotten_run(["python", str(tmp_path / "missing.py")]) is None
