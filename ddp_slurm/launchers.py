@@ -16,7 +16,10 @@ LAUNCHER_MODULES = (
 )
 SPANS_NODES = ("--nnodes", "--num_machines", "--num-machines", "--hostfile", "--node-rank")
 """Options of a launcher that is started once a node and joins the others."""
-SCRIPTS = "ddp_slurm.training.scripts"
+PACKAGE = "ddp_slurm"
+"""Of modules that become the process of a rank; nothing here imports them."""
+RUN = f"{PACKAGE}.run"
+SCRIPTS = f"{PACKAGE}.training.scripts"
 NEEDS_VARIABLES = re.compile(
     r"DistributedDataParallel|init_process_group|\b(Accelerator|Trainer|Fabric)\("
 )
@@ -62,7 +65,7 @@ def forgotten_run(command: Sequence[str]) -> str | None:
     None for one that sets or needs none, as far as its text shows it.
     """
     words = [word for word in command if word.endswith(".py")]
-    if not words or "ddp_slurm.run" in command:
+    if not words or RUN in command:
         return None
     try:
         with open(words[0], encoding="utf-8", errors="replace") as file:

@@ -13,6 +13,7 @@ from ddp_slurm.console import Commands, add_command, say
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.hostlist import HostlistError, expand_tasks_per_node
 from ddp_slurm.job_env import JobEnv, Verify
+from ddp_slurm.launchers import RUN, SCRIPTS
 from ddp_slurm.slurm_client.commands import clean_environ
 
 HOST = "127.0.0.1"
@@ -58,7 +59,7 @@ def verify(*, shares: str, steps: int, command: list[str]) -> None:
             _run(words, parts, Verify(steps, len(counts), file))
             if not Path(file).exists():
                 raise VerifyError(f"the script ended before optimizer step {steps}; see --steps")
-        compare = [sys.executable, "-m", "ddp_slurm.training.scripts.compare", *files]
+        compare = [sys.executable, "-m", f"{SCRIPTS}.compare", *files]
         raise SystemExit(subprocess.run(compare).returncode)
 
 
@@ -97,7 +98,7 @@ def _run(words: Sequence[str], shares: tuple[int, ...], verify: Verify) -> None:
         }
         processes.append(
             Process(
-                argv=[sys.executable, "-m", "ddp_slurm.run", "--uneven", *words],
+                argv=[sys.executable, "-m", RUN, "--uneven", *words],
                 environ={**common, **{name: str(value) for name, value in place.items()}},
                 label=f"[{rank}] ",
                 name=f"rank {rank}",

@@ -9,11 +9,11 @@ from ddp_slurm.job.balance_option import EQUAL, Balance
 from ddp_slurm.job.containers import Container, Mount
 from ddp_slurm.job.memory_option import Memory
 from ddp_slurm.job.sbatch_option import SbatchOption
+from ddp_slurm.launchers import RUN
 from ddp_slurm.schema import fields
 from ddp_slurm.schema.schema import Schema, key
 
 PYTHONS = ("python", "python3")
-RUN = "ddp_slurm.run"
 
 
 class OptionsError(DdpSlurmError):
