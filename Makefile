@@ -15,7 +15,12 @@ TEST_PACKAGES := slurm-wlm slurmdbd mariadb-server-core mariadb-client-core mung
 # Most live tests wait for Slurm: three processes need less than half of the time of one.
 PYTEST_OPTIONS ?= -n 3 --no-loadscope-reorder
 
-.PHONY: demo test test-releases test-guide fresh lint secret_scan audit docs clean
+# 100,000 hostile files and outputs of programs; some minutes
+fuzz: $(VENV)/installed-test
+	DDP_SLURM_FUZZ=100000 $(IN_VENV) -m pytest --timeout=0 tests/unit/test_fuzz.py \
+	  tests/training/test_fuzz_snapshots.py
+
+.PHONY: fuzz demo test test-releases test-guide fresh lint secret_scan audit docs clean
 
 demo: $(VENV)/installed-train
 	cd synthetic_data_example && CUDA_VISIBLE_DEVICES= ../$(IN_VENV) -m ddp_slurm.cli plan --job job.yaml

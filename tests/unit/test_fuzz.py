@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 
 from ddp_slurm.admin.facts import parse_facts
 from ddp_slurm.admin.gpus import gres_types, nvidia_error, nvidia_warning, parse_gpus
@@ -120,6 +120,8 @@ def test_any_nodes_of_scontrol_are_read_or_refused(nodes: str, partitions: str) 
 
 @fuzz
 @given(texts(*JOBS))
+@example("JobId=2HetJobId=1 HetJobOffset=0 JobState=COMPLETED")
+@example("JobId=1 HetJobId=x HetJobOffset=0 JobState=COMPLETED")
 def test_any_job_of_scontrol_is_read(text: str) -> None:
     state = parse_scontrol(text)
     if state is not None:
@@ -151,6 +153,7 @@ def test_any_exit_marker_is_read(text: str) -> None:
 
 @fuzz
 @given(texts(NVIDIA_SMI), texts(CAPABILITY, MIG_MODE), texts(MIG_LIST), texts(INFORMATION))
+@example("0, 00000000:17:00.0, 81920, 550.54.15,", "", "", "")
 def test_any_output_of_nvidia_smi_is_read(
     cards: str, capability: str, mig: str, information: str
 ) -> None:
@@ -193,6 +196,7 @@ facts end
 
 @fuzz
 @given(texts(FACTS))
+@example(FACTS.replace("\nfact cpu 0 1", "fact cpu 0 1"))
 def test_any_report_of_a_node_is_read_or_refused(folder: Path, text: str) -> None:
     asked = Cluster.load(folder / "plain.yaml").nodes[0]
 
