@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils._pytree import tree_map_only
-
 from ddp_slurm.training.exchange import gather_values
 from ddp_slurm.training.random_state import random_state, set_random_state
 from ddp_slurm.training.snapshot import SnapshotError
@@ -32,7 +29,7 @@ def run_state(trainer: Trainer) -> dict[str, Any]:
         "loss": [*loss_sum.totals(), loss_sum.samples],
     }
     if local_steps is not None:
-        own["optimizer"] = _on_cpu(trainer.optimizer.state_dict())
+        own["optimizer"] = trainer.optimizer.state_dict()
     rows = gather_values(own, world.control)
     scheduler = trainer.scheduler
     return {
@@ -82,10 +79,6 @@ def load_run_state(trainer: Trainer, state: dict[str, Any]) -> None:
         # Snapshots of version 1 have no weight: it was the number of samples.
         weight = weights[0] if weights else samples
         trainer.optimizer_step.loss_sum.reset(loss, weight, samples)
-
-
-def _on_cpu(values: Any) -> Any:
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), values)
 
 
 def _check_same(trainer: Trainer, state: dict[str, Any]) -> None:
