@@ -19,7 +19,7 @@ def job_yaml(options: JobOptions) -> str:
 
 
 def _as_written(name: str, value: Any) -> Any:
-    if name in ("balance", "container", "memory"):
+    if name in ("balance", "comm", "container", "memory"):
         return str(value)
     if name in ("sbatch", "mount"):
         return [str(item) for item in value]

@@ -85,3 +85,13 @@ def test_lightning_refuses_measured_shares(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "the job asks for measured shares (--balance measured), and a Lightning" in done.stderr
     assert "submit with --balance equal or a file of speeds" in done.stderr
+
+
+def test_lightning_exchanges_as_the_job_asks(tmp_path: Path, alone: list[float]) -> None:
+    done = submit(tmp_path, "lightning_shares.py", "--comm", "bf16", "--global-batch-size", "112")
+    assert "comm: bf16 between nodes, NOT exact, in two levels: 1+2 ranks" in done.stdout
+    found = [parameters(line) for line in done.stdout.splitlines() if "RESULT" in line]
+    assert len(found) == 3
+    for values in found:
+        assert values == found[0] != alone
+        assert values == pytest.approx(alone, rel=1e-2)

@@ -66,3 +66,7 @@ def test_the_arithmetic_is_one_line() -> None:
         "4+2 ranks, 45.0 MB of gradients, through a node's link in one level 1.67x, 600.0 ms; in "
         "two 1.00x, 360.0 ms; computing a step takes 16.0 ms"
     )
+    assert arithmetic(layout, 1, None, None) == (
+        "4+2 ranks, 0.0 MB of gradients, through a node's link in one level 1.67x; in two 1.00x; "
+        "computing a step takes unknown"
+    )

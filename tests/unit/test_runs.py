@@ -59,6 +59,7 @@ EVERYTHING = {
     "setup": ["module load cuda # 12"],
     "venv": "/opt/my env",
     "global_batch_size": "256",
+    "comm": "local:8",
     "sbatch": ["reservation=lab", "1:exclusive", "0:comment=a=b"],
 }
 

@@ -1,7 +1,6 @@
 """Which way the ranks exchange gradients: by what was asked for, and a short measurement."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -110,15 +109,12 @@ def arithmetic(
     compute_seconds: float | None,
 ) -> str:
     """One line with the numbers behind the choice."""
-    ways: Sequence[str]
-    one = f"{layout.traffic(two_levels=False):.2f}x"
-    if measured is None:
-        ways = [f"in one level {one}"]
-    else:
-        two = f"{layout.traffic(two_levels=True):.2f}x"
-        ways = [f"in one level {one}, {_milliseconds(measured.flat)}"]
-        if layout.has_two_levels:
-            ways.append(f"in two {two}, {_milliseconds(measured.two_levels)}")
+    ways = [f"in one level {layout.traffic(two_levels=False):.2f}x"]
+    if layout.has_two_levels:
+        ways.append(f"in two {layout.traffic(two_levels=True):.2f}x")
+    if measured is not None:
+        seconds = (measured.flat, measured.two_levels)
+        ways = [f"{way}, {_milliseconds(t)}" for way, t in zip(ways, seconds, strict=False)]
     compute = "unknown" if compute_seconds is None else _milliseconds(compute_seconds)
     return (
         f"{layout} ranks, {total_bytes / 1e6:.1f} MB of gradients, through a node's link "
