@@ -152,3 +152,25 @@ def forget_to_average(pipe: Connection) -> None:
 def wrap_without_optimizer(pipe: Connection) -> None:
     with init_distributed() as world:
         world.wrap(nn.Linear(2, 2))
+
+
+def compressed_gradients(pipe: Connection, samples: int) -> tuple[float, float]:
+    """PowerSGD's relative error before and after its exact steps: the gradient of a 40 x 30 matrix
+    over so many samples, which is its rank."""
+    os.environ["DDP_SLURM_COMM"] = "powersgd"
+    errors = []
+    with init_distributed() as world:
+        network = nn.Linear(40, 30, bias=False)
+        model = world.wrap(network)
+        share = samples // world.world_size
+        own = slice(world.rank * share, (world.rank + 1) * share)
+        generator = torch.Generator().manual_seed(2)
+        inputs = torch.randn(samples, 40, generator=generator)
+        factors = torch.randn(samples, 30, generator=generator)
+        exact = factors.T @ inputs / world.world_size
+        for _ in range(14):
+            network.zero_grad()
+            (model(inputs[own]) * factors[own]).sum().backward()
+            assert network.weight.grad is not None
+            errors.append(((network.weight.grad - exact).norm() / exact.norm()).item())
+        return errors[5], errors[-1]

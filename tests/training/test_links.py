@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from .links_worker import (
+    compressed_gradients,
     forget_to_average,
     forget_to_wrap,
     summed_in_bf16,
@@ -97,3 +98,15 @@ def test_what_a_script_forgets_is_reported(
     with world(tmp_path, (1, 1), function, environ=environ) as running:
         assert running.wait() == [status] * 2
         assert words in running.log(0)
+
+
+@pytest.mark.parametrize(("samples", "least", "most"), [(2, 0.0, 1e-4), (32, 0.1, 3.0)])
+def test_powersgd_sends_matrices_of_rank_2(
+    tmp_path: Path, samples: int, least: float, most: float
+) -> None:
+    """A layer that is compressed whole leaves nothing else to send (pytorch issue 58467)."""
+    found = run_world(tmp_path, (1, 1), compressed_gradients, samples)
+    assert found[0] == found[1]
+    first, last = found[0]
+    assert first < 1e-6
+    assert least <= last < most
