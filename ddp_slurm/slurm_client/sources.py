@@ -239,7 +239,7 @@ def parse_sacct(text: str) -> list[ComponentState]:
         status, signal = _exit_code(code)
         components[job_id] = ComponentState(
             job_id=job_id,
-            state=state.split()[0] if state else UNKNOWN,  # "CANCELLED by 1000"
+            state=next(iter(state.split()), UNKNOWN),  # "CANCELLED by 1000"
             nodes="" if nodes == "None assigned" else nodes,
             exit_status=status,
             signal=signal,

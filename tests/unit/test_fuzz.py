@@ -136,6 +136,7 @@ def test_any_output_of_squeue_is_read(text: str) -> None:
 
 
 @fuzz
+@example("48+0|\t|FAILED|1:9|beta\n")
 @given(texts("48+0|COMPLETED|0:0|alpha\n48+1|FAILED|1:9|beta\n"))
 def test_any_output_of_sacct_is_read(text: str) -> None:
     components = parse_sacct(text)
