@@ -109,8 +109,10 @@ def test_each_rank_has_its_place(report: Report) -> None:
 
 
 def test_the_ranks_see_the_plan(report: Report) -> None:
+    tokens = set()
     for rank in report.ranks:
         own = {k: v for k, v in rank["environ"].items() if k.startswith("DDP_SLURM_")}
+        tokens.add(own.pop("DDP_SLURM_TOKEN"))
         assert own == {
             "DDP_SLURM_WORLD_SIZE": "7",
             "DDP_SLURM_TASKS_PER_NODE": "1,2,4",
@@ -118,6 +120,7 @@ def test_the_ranks_see_the_plan(report: Report) -> None:
             "DDP_SLURM_SHARES": "3(x6),2",
             "DDP_SLURM_BALANCE": "equal",
         }
+    assert len(tokens) == 1
 
 
 def test_the_ranks_have_the_jobs_and_the_nodes_variables(report: Report) -> None:
