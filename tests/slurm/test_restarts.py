@@ -73,6 +73,12 @@ class Job:
                 return components
             time.sleep(POLL_SECONDS)
 
+    def wait_until_it_watches_the_first_node(self) -> None:
+        """The step that does so is the second one, and begins some seconds after the ranks'."""
+        argv = ["squeue", "--noheader", "--steps", "--format=%i"]
+        while ".1\n" not in self.lab.run(argv, capture_output=True, text=True).stdout:
+            time.sleep(POLL_SECONDS)
+
     def wait_until_it_has_run_again(self) -> None:
         """Raises AssertionError where it ends in another way."""
         components = self.wait_until(lambda found: ended(found) and found[0].restarts > 0)
@@ -187,6 +193,7 @@ def test_job_waits_for_a_lost_node_and_runs_again(
     With the first node the job script is lost: a step on another node requeues the others.
     """
     job = submit(fragile_lab, "exec sleep 600", max_restarts=2)
+    job.wait_until_it_watches_the_first_node()
     fragile_lab.kill(NODES[place])
     job.wait_until(lambda found: found[0].state == "PENDING" and "Res" in found[0].reason)
     waiting = job.wait_until(lambda found: all(item.state == "PENDING" for item in found))

@@ -184,6 +184,8 @@ def test_cancel_passes_on_the_error_of_scancel(run: Run, tmp_path: Path, stub: S
 class Script:
     """A job that goes through given states, each with text that it writes into its log then."""
 
+    is_of_slurm = False
+
     def __init__(self, run: Run, *steps: tuple[JobState, str]) -> None:
         self.id = run.job_id
         self.path = Path(str(run.log))

@@ -254,7 +254,8 @@ def test_a_full_log_ends_nothing_and_is_reported_once(
     (tmp_path / "log").symlink_to("/dev/full")
     done = submit("--backend", "local", "--gpus", "1", "--output", "log", "--", "rank.py")
     assert done.returncode == 3
-    assert (done.stdout + done.stderr).count("log cannot be written: No space left on device") == 1
+    text = done.stdout + done.stderr
+    assert text.count("cannot be written: No space left on device") == 1
     assert done.stdout.endswith("[0 gamma] 29999\n")
 
 
