@@ -12,8 +12,8 @@ IN_VENV := $(VENV)/bin/python
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 TEST_PACKAGES := slurm-wlm slurmdbd mariadb-server-core mariadb-client-core munge iproute2 \
   debootstrap openssh-server openssh-client shellcheck
-# Most live tests wait for Slurm: four processes need about a third of the time of one.
-PYTEST_OPTIONS ?= -n 4 --no-loadscope-reorder
+# Most live tests wait for Slurm: three processes need less than half of the time of one.
+PYTEST_OPTIONS ?= -n 3 --no-loadscope-reorder
 
 # 100,000 hostile files and outputs of programs; some minutes
 fuzz: $(VENV)/installed-test

@@ -6,6 +6,11 @@ import signal
 from collections.abc import Mapping
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# Other tests run beside: what takes long is no sign of a bad test.
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 # A background process of a shell without job control inherits that SIGINT and SIGQUIT are ignored,
 # one of nohup that SIGHUP is; its children do, too. Tests that send them would wait for ever.
