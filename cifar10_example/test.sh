@@ -231,9 +231,8 @@ _ddp_watch_first_component() {
   until squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i | grep -q '[.][0-9]'; do
     sleep 5
   done
-  # Its messages, such as of its end together with the script, are not about the ranks.
   exec srun --het-group=1 --overlap --nodes=1 --ntasks=1 --cpus-per-task=1 --gres=none --mem=0 \
-    --mpi=none bash -c _ddp_requeue_with_first_component </dev/null >/dev/null 2>&1
+    --mpi=none bash -c _ddp_requeue_with_first_component
 }
 
 _ddp_requeue_with_first_component() {
@@ -296,6 +295,12 @@ _ddp_wait_for_step() {
     _ddp_status=0
     wait "$_ddp_step" || _ddp_status=$?
     [[ $_ddp_signalled == yes ]] || break
+    # bash may miss the end of a process during a trap: the next wait would last as long as any
+    # other child. At the end of the script the status is of no use.
+    if [[ $_ddp_ending == yes ]]; then
+      while kill -0 "$_ddp_step" 2>/dev/null; do sleep 0.2 || true; done
+      break
+    fi
   done
   [[ -z $watcher ]] || kill "$watcher" 2>/dev/null || true
   _ddp_step=
@@ -466,7 +471,8 @@ _ddp_start_ranks() {
 _ddp_note_log_size
 _ddp_start_ranks &
 _ddp_step=$!
-_ddp_watch_first_component &
+# Its messages, such as of its end together with the script, are not about the ranks.
+_ddp_watch_first_component </dev/null >/dev/null 2>&1 &
 _ddp_watch=$!
 _ddp_wait_for_step "$_ddp_step"
 [[ $_ddp_status -eq 0 ]] || _ddp_name_ranks

@@ -126,6 +126,12 @@ _ddp_wait_for_step() {
     _ddp_status=0
     wait "$_ddp_step" || _ddp_status=$?
     [[ $_ddp_signalled == yes ]] || break
+    # bash may miss the end of a process during a trap: the next wait would last as long as any
+    # other child. At the end of the script the status is of no use.
+    if [[ $_ddp_ending == yes ]]; then
+      while kill -0 "$_ddp_step" 2>/dev/null; do sleep 0.2 || true; done
+      break
+    fi
   done
   [[ -z $watcher ]] || kill "$watcher" 2>/dev/null || true
   _ddp_step=

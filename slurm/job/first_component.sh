@@ -13,9 +13,8 @@ _ddp_watch_first_component() {
   until squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i | grep -q '[.][0-9]'; do
     sleep 5
   done
-  # Its messages, such as of its end together with the script, are not about the ranks.
   exec srun --het-group=1 --overlap --nodes=1 --ntasks=1 --cpus-per-task=1 --gres=none --mem=0 \
-    --mpi=none bash -c _ddp_requeue_with_first_component </dev/null >/dev/null 2>&1
+    --mpi=none bash -c _ddp_requeue_with_first_component
 }
 
 _ddp_requeue_with_first_component() {
