@@ -32,6 +32,13 @@ exec 3<&-
 
 wait "$child"
 status=$?
+# SIGTERM ends the inner shell at once. torchrun needs a moment more: its ranks have sessions of their
+# own, and only torchrun ends them.
+moments=$(($2 * 10))
+while [ "$status" = 143 ] && [ "$moments" -gt 0 ] && kill -s 0 -- "-$child" 2>/dev/null; do
+  sleep 0.1
+  moments=$((moments - 1))
+done
 kill "$watcher"
 kill -s KILL -- "-$child" 2>/dev/null
 eval "$clean_up" >/dev/null 2>&1

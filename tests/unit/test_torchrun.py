@@ -1,9 +1,12 @@
 """torchrun's lines: every word arrives unchanged, and nothing in it is executed."""
 
+import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ import pytest
 from ddp_slurm.backends import torchrun as backend
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.render import render_sbatch
-from ddp_slurm.render.torchrun import TorchrunError, render_torchrun
+from ddp_slurm.render.torchrun import NodeCommand, TorchrunError, render_torchrun
 
 from .recording import ENV, HOSTILE, JOB, VALUES, WORDS, Stubs, bash, plan_of, segments
 
@@ -199,6 +202,37 @@ def test_hold_ranks_passes_shellcheck() -> None:
     program = Path(backend.__file__).with_name("hold_ranks.sh")
     done = subprocess.run([shellcheck, program], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+AGENT = """
+import signal, subprocess, sys, time
+rank = subprocess.Popen(["sleep", "600"], start_new_session=True)  # as torchrun starts its ranks
+def end_the_rank(number, frame):
+    time.sleep(0.5)
+    rank.terminate()
+    sys.exit(rank.wait())
+signal.signal(signal.SIGTERM, end_the_rank)
+print(rank.pid, flush=True)
+signal.pause()
+"""
+
+
+def test_stopped_torchrun_has_time_to_end_its_ranks() -> None:
+    line = f"( true && exec {sys.executable} -c {shlex.quote(f'exec({AGENT!r})')} )"
+    argv = [*backend.holder_argv()[:-2], "60", "5"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(argv, text=True, **pipes) as holder:
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        holder.stdin.write(backend.holder_input(NodeCommand("node", line, "true")) + "\n")
+        holder.stdin.flush()
+        rank = int(holder.stdout.readline())
+        holder.stdin.close()  # the submitting machine is gone
+        holder.wait(30)
+    has_ended = not Path(f"/proc/{rank}").exists()
+    if not has_ended:
+        os.kill(rank, signal.SIGKILL)
+    assert has_ended
 
 
 def test_launcher_torchrun_starts_one_task_a_node(stubs: Stubs, tmp_path: Path) -> None:

@@ -15,9 +15,8 @@ from pathlib import Path
 
 from ddp_slurm.training.snapshot.errors import SnapshotError
 
-PATIENCE_SECONDS = 45.0
-"""The longest wait for another run that is just ending, such as the one before a requeue: torchrun
-gives its ranks 30 seconds between SIGTERM and SIGKILL."""
+PATIENCE_SECONDS = 10.0
+"""The longest wait for another run that is just ending, such as the one before a requeue."""
 POLL_SECONDS = 0.2
 
 _held: dict[tuple[int, Path], tuple[int, bytes]] = {}
