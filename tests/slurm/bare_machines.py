@@ -190,9 +190,9 @@ class Machines:
 
     def up(self) -> None:
         self._make_ssh()
-        _ip("link", "add", self.bridge, "type", "bridge")
-        _ip("addr", "add", f"198.18.{self.network}.254/24", "dev", self.bridge)
-        _ip("link", "set", self.bridge, "up")
+        ip("link", "add", self.bridge, "type", "bridge")
+        ip("addr", "add", f"198.18.{self.network}.254/24", "dev", self.bridge)
+        ip("link", "set", self.bridge, "up")
         for name in self.gpus:
             self._boot(name)
 
@@ -257,7 +257,7 @@ class Machines:
 
     def _connect(self, name: str) -> None:
         link = f"{self.bridge}-{len(self.pids)}"  # known by its number in down()
-        _ip(
+        ip(
             "link",
             "add",
             link,
@@ -269,7 +269,7 @@ class Machines:
             "netns",
             str(self.pids[name]),
         )
-        _ip("link", "set", link, "master", self.bridge, "up")
+        ip("link", "set", link, "master", self.bridge, "up")
         self.exec(name, "ip", "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
         self.exec(name, "ip", "link", "set", "eth0", "up")
 
@@ -302,8 +302,8 @@ class Machines:
             process.wait(timeout=60)
         # The kernel drops a dead network namespace and the links' names only later.
         for number in range(1, len(self.gpus) + 1):
-            _ip("link", "del", f"{self.bridge}-{number}", check=False)
-        _ip("link", "del", self.bridge, check=False)
+            ip("link", "del", f"{self.bridge}-{number}", check=False)
+        ip("link", "del", self.bridge, check=False)
         for name in self.gpus:
             for hierarchy in HIERARCHIES:
                 remove_cgroup(CGROUPS / hierarchy / self._cgroup(name))
@@ -324,7 +324,7 @@ def remove_cgroup(path: Path) -> None:
         os.rmdir(folder)
 
 
-def _ip(*arguments: str, check: bool = True) -> None:
+def ip(*arguments: str, check: bool = True) -> None:
     subprocess.run(["ip", *arguments], check=check, capture_output=True)
 
 

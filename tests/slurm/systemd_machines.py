@@ -27,6 +27,7 @@ from .bare_machines import (
     PACKAGES,
     SUITE,
     bare_root,
+    ip,
     make_cgroup,
     quiet,
     remove_cgroup,
@@ -215,9 +216,9 @@ class SystemdMachines:
         wheels.mkdir()
         stand_in_wheels(wheels)
         shutil.copy(setuptools_wheel(), wheels)
-        _ip("netns", "add", self.network)
-        _ip("-n", self.network, "link", "add", "lan", "type", "bridge")
-        _ip("-n", self.network, "link", "set", "lan", "up")
+        ip("netns", "add", self.network)
+        ip("-n", self.network, "link", "add", "lan", "type", "bridge")
+        ip("-n", self.network, "link", "set", "lan", "up")
         for name in self.addresses:
             self._install(name, root)
             self.boot(name)
@@ -290,8 +291,8 @@ class SystemdMachines:
         pid = str(self.pids[name])
         link = f"to-{name}"
         inside = ["-n", self.network, "link"]
-        _ip(*inside, "add", link, "type", "veth", "peer", "name", "eth0", "netns", pid)
-        _ip(*inside, "set", link, "master", "lan", "up")
+        ip(*inside, "add", link, "type", "veth", "peer", "name", "eth0", "netns", pid)
+        ip(*inside, "set", link, "master", "lan", "up")
         net = ["nsenter", "-t", pid, "-n", "ip"]
         subnet = f"{self.addresses[name]}/24"
         subprocess.run([*net, "addr", "add", subnet, "dev", "eth0"], check=True)
@@ -355,7 +356,7 @@ class SystemdMachines:
         self._clean(name)
 
     def _clean(self, name: str) -> None:
-        _ip("-n", self.network, "link", "del", f"to-{name}", check=False)
+        ip("-n", self.network, "link", "del", f"to-{name}", check=False)
         for hierarchy in HIERARCHIES:
             remove_cgroup(CGROUPS / hierarchy / self._cgroup(name))
 
@@ -367,7 +368,7 @@ class SystemdMachines:
             process.wait(timeout=60)
         for name in self.addresses:
             self._clean(name)
-        _ip("netns", "del", self.network, check=False)
+        ip("netns", "del", self.network, check=False)
         for name in (*self.addresses, "packages"):
             quiet(["rm", "-rf", "--one-file-system", str(self.folder / name)])
 
@@ -377,10 +378,6 @@ def _children(pid: int) -> list[int]:
         return [int(pid) for pid in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except FileNotFoundError:
         return []
-
-
-def _ip(*arguments: str, check: bool = True) -> None:
-    subprocess.run(["ip", *arguments], check=check, capture_output=True)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """How much of the gradients' exchange backward hides."""
 
 import copy
-import time
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +8,7 @@ import torch.distributed as dist
 
 from ddp_slurm.curve import Curve
 from ddp_slurm.training.measure.links import measure_ring
-from ddp_slurm.training.uneven.calibrate import TrainingStep, made_measurable, wait_for_device
+from ddp_slurm.training.uneven.calibrate import TrainingStep, made_measurable, timed_step
 from ddp_slurm.training.uneven.gradients import wrap_model
 
 REPEATS = 3
@@ -57,17 +56,8 @@ def _seconds_of_whole_step(step: TrainingStep, size: int) -> float:
         inputs, targets = step.get_batch(size)
         clock = torch.zeros(1, dtype=torch.float64, device=step.device)
         dist.all_reduce(clock)
-        wait_for_device(step.device)
-        started = time.perf_counter()
-        with step.autocast():
-            loss = step.loss_function(ddp(inputs), targets)
-        loss.backward()  # type: ignore[no-untyped-call]
-        if optimizer is not None:
-            optimizer.step()
-        wait_for_device(step.device)
-        clock.fill_(time.perf_counter() - started)
+        clock.fill_(timed_step(step, ddp, optimizer, inputs, targets))
         dist.all_reduce(clock, op=dist.ReduceOp.MAX)
-        ddp.zero_grad(set_to_none=True)
         if repeat >= 0:
             best = min(best, clock.item())
     return best

@@ -190,6 +190,23 @@ def made_measurable(work: nn.Module) -> nn.Module:
     return work
 
 
+def timed_step(
+    step: TrainingStep, work: nn.Module, optimizer: Optimizer | None, inputs: Any, targets: Any
+) -> float:
+    """Seconds of forward, backward and, with an optimizer, update."""
+    wait_for_device(step.device)
+    started = time.perf_counter()
+    with step.autocast():
+        loss = step.loss_function(work(inputs), targets)
+    loss.backward()  # type: ignore[no-untyped-call]
+    if optimizer is not None:
+        optimizer.step()
+    wait_for_device(step.device)
+    seconds = time.perf_counter() - started
+    work.zero_grad(set_to_none=True)
+    return seconds
+
+
 def seconds_of_step(
     step: TrainingStep,
     work: nn.Module,
@@ -209,19 +226,10 @@ def seconds_of_step(
             break
         # Not timed: a DataLoader starts its workers for each batch here, in training once an epoch.
         inputs, targets = step.get_batch(size)
-        wait_for_device(step.device)
-        started = time.perf_counter()
-        with step.autocast():
-            loss = step.loss_function(work(inputs), targets)
-        loss.backward()  # type: ignore[no-untyped-call]
-        if optimizer is not None:
-            optimizer.step()
-        wait_for_device(step.device)
+        seconds = timed_step(step, work, optimizer, inputs, targets)
         if repeat >= 0:
-            seconds = time.perf_counter() - started
             best = min(best, seconds)
             spent += seconds
-        work.zero_grad(set_to_none=True)
     return best
 
 
