@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddp_slurm.cluster import Cluster
-from ddp_slurm.lab import Lab, LabError
+from ddp_slurm.lab import Lab, LabError, network
 from ddp_slurm.lab.lab import all_labs
 from ddp_slurm.lab.machine import check_machine
 from ddp_slurm.lab.releases import RELEASES, ReleaseNotAvailable, slurm_root
@@ -71,6 +71,23 @@ def wait_for_node(lab: Lab, node: str, state: str) -> str:
         lambda: f"{node} to become {state}: {lab.status()}",
     )
     return lab.status()[node]
+
+
+def wait_until_watched(lab: Lab, node: str) -> None:
+    """Wait until the step that watches a job's first node runs on ``node``.
+
+    That Slurm knows the step is not enough: its start still needs srun on the first node.
+    """
+
+    def runs() -> bool:
+        for pid in network.processes(lab.node(node).netns):
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                if b"_ddp_requeue_with_first_component" in words:
+                    return True
+        return False
+
+    wait_until(runs, f"the watching step on {node}")
 
 
 @pytest.fixture

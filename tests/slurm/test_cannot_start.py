@@ -14,7 +14,7 @@ from ddp_slurm.slurm_client.sources import active_states, read_state
 from ddp_slurm.slurm_client.states import JobState
 from tests.waiting import wait_until
 
-from .conftest import LIVE_CLUSTER
+from .conftest import LIVE_CLUSTER, wait_until_watched
 
 pytestmark = pytest.mark.timeout(600)
 Submit = Callable[..., str]
@@ -134,7 +134,7 @@ def test_status_names_the_lost_node_and_the_command_that_goes_on(
     (tmp_path / "cluster.yaml").write_text(LIVE_CLUSTER)
     options = ["--time", "10", "--max-restarts", "2", "--output", "log-%j.out"]
     job_id = ddp_slurm("submit", *options, "--", "sleep", "600").strip()
-    wait_until(lambda: ".1 " in lab.ask(["squeue", "--steps"]).out, "the watching step")
+    wait_until_watched(lab, "beta")
     lab.kill("gamma")
     state = wait_for(job_id, lambda state: state.state == "WAITS_FOR_NODE")
     assert "node gamma is DOWN+NOT_RESPONDING since" in state.note

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import wait_until
+
 from .bare_machines import Machines, machines
 
 GPUS = {"gamma": 1, "alpha": 2, "beta": 1}
@@ -151,6 +153,8 @@ def test_install_fixes_only_what_has_changed(
 def test_doctor_and_probe_work_over_ssh(
     cluster: Cluster, installed: "subprocess.CompletedProcess[str]", tmp_path: Path
 ) -> None:
+    states = ["sinfo", "-h", "-o", "%T"]  # of gamma, which was DOWN before
+    wait_until(lambda: cluster.running.exec("gamma", *states).stdout.split() == ["idle"])
     report = json.loads(cluster.call("doctor", "--cluster", str(cluster.file), "--json").stdout)
     # These machines really have no Python.
     assert [(f["check"], f["severity"]) for f in report["findings"] if f["severity"] != "ok"] == [

@@ -19,7 +19,7 @@ from ddp_slurm.lab.releases import RELEASES, ReleaseNotAvailable, slurm_root
 from ddp_slurm.plan import make_plan
 from ddp_slurm.render import render_sbatch
 
-from .conftest import LIVE_CLUSTER
+from .conftest import LIVE_CLUSTER, wait_until_watched
 
 pytestmark = pytest.mark.timeout(900)
 POLL_SECONDS = 0.2
@@ -71,12 +71,6 @@ class Job:
             components = self.components()
             if components and happened(components):
                 return components
-            time.sleep(POLL_SECONDS)
-
-    def wait_until_it_watches_the_first_node(self) -> None:
-        """The step that does so is the second one, and begins some seconds after the ranks'."""
-        argv = ["squeue", "--noheader", "--steps", "--format=%i"]
-        while ".1\n" not in self.lab.run(argv, capture_output=True, text=True).stdout:
             time.sleep(POLL_SECONDS)
 
     def wait_until_it_has_run_again(self) -> None:
@@ -193,7 +187,7 @@ def test_job_waits_for_a_lost_node_and_runs_again(
     With the first node the job script is lost: a step on another node requeues the others.
     """
     job = submit(fragile_lab, "exec sleep 600", max_restarts=2)
-    job.wait_until_it_watches_the_first_node()
+    wait_until_watched(fragile_lab, "beta")
     fragile_lab.kill(NODES[place])
     job.wait_until(lambda found: found[0].state == "PENDING" and "Res" in found[0].reason)
     waiting = job.wait_until(lambda found: all(item.state == "PENDING" for item in found))

@@ -151,7 +151,7 @@ def test_other_components_follow_a_first_one_that_waits(
     srun = stub("srun", "")
     watch = """#!/bin/bash
 if [[ " $* " == *" --het-group=1 --overlap "* ]]; then
-  exec timeout 2 "${@: -3}"
+  exec "${@: -3}"
 fi
 exec /bin/sleep 1
 """
