@@ -1,11 +1,32 @@
-"""Network namespaces that stand for machines: each with one limited link to a common switch."""
+"""Network namespaces that stand for machines: each with one limited link to a common switch.
 
+Their names exist in a mount namespace of this process alone, so that the kernel removes all of it
+with the last process, however that ends.
+"""
+
+import ctypes
 import os
+import signal
 import subprocess
 from pathlib import Path
 
 NETWORK = "10.212.0"
 PORT = 29500
+NAMES = Path("/run/netns")
+CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
+PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def enter(namespace: str) -> None:
+    """Move this process, forked by the one that has the Machines, into one of them.
+
+    It is killed when that process ends.
+    """
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    with (NAMES / namespace).open() as file:
+        if LIBC.setns(file.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns {namespace}")
 
 
 class Machines:
@@ -41,6 +62,7 @@ class Machines:
                     self._run("tc", *where, "add", "dev", device, "root", *shape)
 
     def __enter__(self) -> "Machines":
+        self._hide_names()
         try:
             self._build()
         except BaseException:
@@ -50,6 +72,14 @@ class Machines:
 
     def __exit__(self, *error: object) -> None:
         self._remove()
+
+    def _hide_names(self) -> None:
+        """From all other processes, as ``unshare --mount`` does it."""
+        if LIBC.unshare(CLONE_NEWNS):
+            raise SystemExit(f"network namespaces need root: {os.strerror(ctypes.get_errno())}")
+        NAMES.mkdir(parents=True, exist_ok=True)
+        self._run("mount", "--make-rprivate", "/")
+        self._run("mount", "-t", "tmpfs", "tmpfs", str(NAMES))
 
     def _build(self) -> None:
         for name in (*self.names, self.switch):

@@ -1,7 +1,6 @@
 """The ranks of ``links.py``: forked after the imports, each inside its machine's namespace. They
 run one cell of a table after another."""
 
-import ctypes
 import multiprocessing
 import os
 import statistics
@@ -16,14 +15,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.links_network import PORT, Machines
+from benchmarks.links_network import PORT, Machines, enter
 from ddp_slurm.comm import Comm
 from ddp_slurm.examples.models import resnet18, small_resnet, to_channels_last
 from ddp_slurm.training import World, init_distributed
 from ddp_slurm.training.links.exchange import Exchange
 from ddp_slurm.training.links.layout import Layout
-
-CLONE_NEWNET = 0x40000000
 
 Cell = dict[str, Any]
 """What to run; its key ``kind`` is ``sum`` or ``train``."""
@@ -100,9 +97,7 @@ class Ranks:
 
 
 def _serve(namespace: str, environ: dict[str, str], pipe: Connection, gpus: bool) -> None:
-    with open(f"/run/netns/{namespace}") as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"setns {namespace}")
+    enter(namespace)
     os.environ.update(environ)
     if not gpus:
         torch.set_num_threads(1)

@@ -10,7 +10,6 @@ has its step beside the predicted one, and how much slower the chosen one is tha
 """
 
 import argparse
-import ctypes
 import multiprocessing
 import os
 import statistics
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.links_network import PORT, Machines
+from benchmarks.links_network import PORT, Machines, enter
 from ddp_slurm.balance import split_batch
 from ddp_slurm.console import table
 from ddp_slurm.curve import Curve
@@ -41,7 +40,6 @@ from ddp_slurm.training.measure.overlap import measure_hidden
 from ddp_slurm.training.measure.run import gradient_bytes
 from ddp_slurm.training.uneven.calibrate import TrainingStep
 
-CLONE_NEWNET = 0x40000000
 WIDTH, LAYERS = 500, 8
 """8 layers of a megabyte of gradients each."""
 STEPS = 4
@@ -168,9 +166,7 @@ def seconds_of_step(world: World, model: nn.Module, ranks: list[int], shares: li
 
 
 def serve(namespace: str, environ: dict[str, str], pipe: Connection, lab: Lab) -> None:
-    with open(f"/run/netns/{namespace}") as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"setns {namespace}")
+    enter(namespace)
     os.environ.update(environ)
     torch.set_num_threads(1)
     with init_distributed(backend="gloo", timeout_seconds=120) as world:
