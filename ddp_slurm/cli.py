@@ -16,6 +16,7 @@ COMMANDS = {
     "ddp_slurm.admin.commands": ("doctor", "cluster"),
     "ddp_slurm.lab.commands": ("lab",),
     "ddp_slurm.verify": ("verify",),
+    "ddp_slurm.data.commands": ("data",),
 }
 """The commands of each module; its ``add_commands`` adds them to a parser."""
 

@@ -26,6 +26,8 @@ MEASURED_RANKS = "DDP_SLURM_MEASURED_RANKS"
 REQUEUE_MARKER = "DDP_SLURM_REQUEUE_MARKER"
 TOKEN = "DDP_SLURM_TOKEN"
 VERIFY = "DDP_SLURM_VERIFY"
+DATA = "DDP_SLURM_DATA"
+DATA_TOKEN = "DDP_SLURM_DATA_TOKEN"
 
 MEASURED = "measured"
 """The value of BALANCE with which the ranks measure their speed."""
@@ -79,6 +81,11 @@ class JobEnv:
     each other when they meet. Made at the job's start, and kept in the environment alone."""
     verify: Verify | None = None
     """DDP_SLURM_VERIFY: ``STEPS:RANKS:FILE``, of ``ddp-slurm verify`` alone."""
+    data: str | None = None
+    """DDP_SLURM_DATA: the folder on this node that holds the job's data set (``--dataset``), in
+    full, when the command begins."""
+    data_token: str | None = field(default=None, repr=False)
+    """DDP_SLURM_DATA_TOKEN: the token of ``ddp-slurm data serve``, where it is not in a file."""
 
     def to_environ(self) -> dict[str, str]:
         """The variables of all fields that are not None."""
@@ -95,6 +102,8 @@ class JobEnv:
             REQUEUE_MARKER: self.requeue_marker,
             TOKEN: self.token,
             VERIFY: None if self.verify is None else ":".join(map(str, self.verify)),
+            DATA: self.data,
+            DATA_TOKEN: self.data_token,
         }
         return {name: value for name, value in values.items() if value is not None}
 
@@ -117,8 +126,10 @@ class JobEnv:
             measure_file=env.get(MEASURE_FILE),
             measured_ranks=_places(env, MEASURED_RANKS),
             requeue_marker=env.get(REQUEUE_MARKER),
-            token=_token(env),
+            token=_token(env, TOKEN),
             verify=_verify(env),
+            data=env.get(DATA),
+            data_token=_token(env, DATA_TOKEN),
         )
 
 
@@ -148,10 +159,10 @@ def _number(env: Mapping[str, str], name: str) -> int | None:
     return int(text)
 
 
-def _token(env: Mapping[str, str]) -> str | None:
-    token = env.get(TOKEN)
+def _token(env: Mapping[str, str], name: str) -> str | None:
+    token = env.get(name)
     if token is not None and not re.fullmatch("[0-9a-f]{32,}", token):
-        raise JobEnvError(f"{TOKEN} is not 32 or more digits of 0-9a-f; its value is secret")
+        raise JobEnvError(f"{name} is not 32 or more digits of 0-9a-f; its value is secret")
     return token
 
 

@@ -22,6 +22,9 @@ status
 logs
 cancel
 discover
+data prepare
+data serve
+data check
 doctor
 cluster probe
 cluster configs

@@ -1,5 +1,6 @@
 """CIFAR-10 from disk, for the example of its name."""
 
+import shlex
 import zipfile
 import zlib
 from pathlib import Path
@@ -41,10 +42,10 @@ def load_cifar10(
     elif path.is_file():
         arrays = _read_archive(path)
     else:
-        download = f"import torchvision; torchvision.datasets.CIFAR10('{path}', download=True)"
         raise DataError(
             f"no CIFAR-10 at {path.absolute()}: expected an .npz archive or a folder with "
-            f'cifar-10-batches-py. Download it once, before the job: python -c "{download}"'
+            "cifar-10-batches-py. Download it once, before the job: ddp-slurm data prepare "
+            f"cifar10 --to {shlex.quote(str(path))}"
         )
     train_images, train_labels, test_images, test_labels = arrays
     return (

@@ -6,7 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torchvision.datasets import CIFAR10, CIFAR100
 
+from ddp_slurm.data.download import Checksum
+from ddp_slurm.data.prepare import KNOWN
 from ddp_slurm.examples.cifar10 import load_cifar10
 from ddp_slurm.examples.synthetic import synthetic_classes
 from ddp_slurm.training.data import (
@@ -102,3 +105,9 @@ def test_synthetic_classes_depend_on_the_seed_only() -> None:
     assert torch.equal(one[0], other[0])
     assert torch.equal(one[1], other[1])
     assert not torch.equal(one[0], synthetic_classes(50, seed=2)[0])
+
+
+@pytest.mark.parametrize("data_set", [CIFAR10, CIFAR100])
+def test_known_downloads_are_those_of_torchvision(data_set: type[CIFAR10]) -> None:
+    source = KNOWN[data_set.__name__.lower()]
+    assert source == (data_set.url, Checksum("md5", data_set.tgz_md5))

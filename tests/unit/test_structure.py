@@ -35,6 +35,7 @@ EVERY_RANK = (
 """Modules that every rank may import: they need the standard library only."""
 SUBMITTING_SIDE = (
     *EVERY_RANK,
+    "data",
     "schema",
     "slurm_client",
     "cluster",
