@@ -11,7 +11,7 @@ from torch import Tensor
 from ddp_slurm.training.scripts.batches import Share
 from ddp_slurm.training.scripts.errors import UnevenError
 from ddp_slurm.training.scripts.feed import Delivery, Feed
-from ddp_slurm.training.scripts.modules import weighted
+from ddp_slurm.training.scripts.weights import CallWeight, unweighted, weighted
 
 WHOLE, LAST = Share(4, 28), Share(1, 5)
 
@@ -38,7 +38,7 @@ def epoch(ahead: int, shares: list[Share], calls: int = 1, skipped: int = 0) -> 
         while delivered < min(len(shares), index + 1 + ahead):
             feed.deliver(delivery)
             delivered += 1
-        found += [feed.take(batch(share.size)) for _ in range(calls)]
+        found += [feed.take(batch(share.size), is_training=True) for _ in range(calls)]
     return found
 
 
@@ -65,7 +65,7 @@ def test_batch_of_another_size_that_was_read_ahead_is_refused() -> None:
     feed.deliver(delivery)
     feed.deliver(delivery)
     with pytest.raises(UnevenError, match="drop_last=True"):
-        feed.take(batch(9))
+        feed.take(batch(9), is_training=True)
 
 
 def test_two_loaders_with_unlike_shares_are_refused() -> None:
@@ -75,9 +75,9 @@ def test_two_loaders_with_unlike_shares_are_refused() -> None:
             feed.deliver(Delivery(Loader(share)))  # type: ignore[arg-type]
         if is_error:
             with pytest.raises(UnevenError, match="two DataLoaders feed one step"):
-                feed.take(batch(4))
+                feed.take(batch(4), is_training=True)
         else:
-            assert feed.take(batch(4)) == second
+            assert feed.take(batch(4), is_training=True) == second
 
 
 def test_loader_of_an_evaluation_does_not_count_as_a_second_one() -> None:
@@ -85,7 +85,23 @@ def test_loader_of_an_evaluation_does_not_count_as_a_second_one() -> None:
     evaluation = Loader(Share(1, 7), is_divided=False)
     feed.deliver(Delivery(evaluation))  # type: ignore[arg-type]
     feed.deliver(Delivery(Loader(WHOLE)))  # type: ignore[arg-type]
-    assert feed.take(batch(4)) == WHOLE
+    assert feed.take(batch(4), is_training=True) == WHOLE
+
+
+class Iterator:
+    """What a script holds while it reads a loader."""
+
+
+def test_evaluation_between_a_batch_and_its_step_is_not_its_source() -> None:
+    feed, iterator = Feed(), Iterator()
+    training = Delivery(Loader(WHOLE))  # type: ignore[arg-type]
+    training.come_from(iterator)
+    feed.deliver(training)
+    feed.deliver(Delivery(Loader(Share(1, 3), is_divided=False)))  # type: ignore[arg-type]
+    assert feed.take(batch(4), is_training=True) == WHOLE
+    assert feed.take(batch(4), is_training=False) == Share(1, 3)
+    del iterator
+    assert feed.take(batch(4), is_training=True) == Share(1, 3), "the training's loop is over"
 
 
 @dataclasses.dataclass
@@ -135,6 +151,18 @@ def test_loss_inside_of_the_outputs_gets_the_factor_once() -> None:
     output["loss"].backward()
     assert x.grad is not None
     assert x.grad.tolist() == [1.0] * 3
+
+
+def test_inputs_get_the_gradient_without_the_factor() -> None:
+    x, weight = torch.ones(3, requires_grad=True), CallWeight()
+    kept = [torch.ones(2)]
+    (inputs, same), options = unweighted(((x, kept), {"mask": None}), weight)
+    assert same is kept
+    assert options == {"mask": None}
+    weight.factor = 0.25
+    weighted({"a": inputs * 2}, weight.factor)["a"].sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0] * 3
 
 
 def test_stand_ins_add_nothing_even_if_their_loss_is_not_finite() -> None:

@@ -112,6 +112,14 @@ PARTS = {
             {"loader": "DataLoader(data, 7, sampler=DistributedSampler(data, 3, 0))"},
             "has a DistributedSampler for 3 ranks",
         ),
+        (
+            {"loader": "DataLoader(data, None, sampler=DistributedSampler(data))"},
+            "loop.py:16 has batch_size=None",
+        ),
+        (
+            {"loader": "DataLoader(data, 7, sampler=DistributedSampler(data), in_order=False)"},
+            "loop.py:16 has in_order=False",
+        ),
         ({"loader": "[(torch.ones(7, 3), torch.ones(7).long())]"}, "came from no DataLoader"),
         (
             {"loss": "nn.CrossEntropyLoss(weight=torch.ones(2))"},
@@ -230,3 +238,10 @@ def test_verify_finds_another_gradient_and_its_cause(
     assert set(found) == {"0", "3"} | ({"2"} if "Norm" in layer else set())
     assert (max(found.values()) < compare.ALLOWED) is (cause is None)
     assert cause is None or cause in compare.likely_cause(*recordings)
+
+
+def test_loops_of_many_kinds_train_as_one_process(server: ScriptServer) -> None:
+    (alone,) = server.run([SCRIPTS / "kinds.py", 21]).results
+    ranks = server.run(["--uneven", SCRIPTS / "kinds.py", 7], TASKS, SHARES).results
+    for rank in ranks:
+        assert rank == {name: pytest.approx(values, abs=1e-9) for name, values in alone.items()}

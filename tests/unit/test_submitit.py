@@ -15,6 +15,7 @@ import pytest
 
 submitit = pytest.importorskip("submitit")
 
+from submitit.auto import auto  # noqa: E402
 from submitit.core import core, job_environment, plugins, submission, utils  # noqa: E402
 from submitit.slurm import slurm  # noqa: E402
 
@@ -54,6 +55,9 @@ def test_the_parts_of_submitit_that_are_used_are_as_they_were() -> None:
         "_make_submission_command",
         "_get_job_id_from_submission_command",
     }
+    # their local ``kwargs`` hold what a script gave
+    assert parameters(auto.AutoExecutor._internal_update_parameters) == ["self", "kwargs"]
+    assert parameters(auto.flexible_init) == ["cls", "folder", "kwargs"]
     assert parameters(core.Job.__init__) == ["self", "folder", "job_id", "tasks"]
     assert parameters(core.InfoWatcher.get_info) == ["self", "job_id", "mode"]
     assert parameters(core.InfoWatcher.update_if_long_enough) == ["self", "mode"]
@@ -383,6 +387,46 @@ def test_parameters(
     assert executor.plan().world_size == 4
     executor.update_parameters(max_restarts=0)
     assert "#SBATCH --no-requeue\n" in executor.script()
+
+
+def test_parameters_of_submitits_slurm_executor_are_honoured(
+    uneven: Path, tmp_path: Path, submitted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AutoExecutor does not pass them on; existing scripts have them."""
+    monkeypatch.chdir(uneven.parent)
+    auto = submitit.AutoExecutor(tmp_path / "f", cluster="het_slurm", slurm_max_num_timeout=7)
+    auto.update_parameters(timeout_min=90, name="run", slurm_time=30, slurm_partition="big")
+    auto.update_parameters(
+        slurm_setup=["module load cuda"],
+        slurm_mem_per_cpu="2G",
+        slurm_constraint="fast",
+        slurm_signal_delay_s=45,
+        slurm_additional_parameters={"gpus": 4, "env": {"A": 1}, "mail-user": "me@lab"},
+    )
+    assert auto.submit(len, "").submission()._timeout_countdown == 7
+    (script,) = submitted
+    for line in (
+        "#SBATCH --time=30",
+        "#SBATCH --partition=big",
+        "#SBATCH --job-name=run",
+        "#SBATCH --mem-per-cpu=2G",
+        "#SBATCH --constraint=fast",
+        "#SBATCH --signal=USR2@45",
+        "#SBATCH --mail-user=me@lab",
+        "module load cuda",
+        "export A=1",
+        "7 are allowed",
+    ):
+        assert line in script
+    assert auto._executor._num_tasks() == 4
+    for name, words in {
+        "gpus_per_node": "slurm_gpus_per_node=4: the plan decides",
+        "gres": "slurm_gres=4: the plan decides",
+        "array_parallelism": "slurm_array_parallelism=4: jobs are submitted one by one",
+        "use_srun": "slurm_use_srun=4: each rank is a task of srun",
+    }.items():
+        with pytest.raises(OptionsError, match=words):
+            auto.update_parameters(**{f"slurm_{name}": 4})
 
 
 @pytest.mark.parametrize(("given", "restarts"), [(None, 3), (0, 0), (1, 1), (100, 100)])

@@ -12,6 +12,7 @@ side needs are inside the functions.
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,10 @@ class HetSlurmExecutor(core.PicklingExecutor):
         max_pickle_size_gb: float = 1.0,
         plan: "Plan | None" = None,
     ) -> None:
+        from ddp_slurm.backends.submitit import parameters
+
+        of_slurm = parameters.given_for_slurm(sys._getframe(1))
+        max_num_timeout = of_slurm.get("max_num_timeout", max_num_timeout)
         super().__init__(folder, max_num_timeout, max_pickle_size_gb)
         self._cluster = cluster
         self._job = Path(job) if job else None
@@ -77,7 +82,11 @@ class HetSlurmExecutor(core.PicklingExecutor):
         return -1 if shutil.which("srun") is None else 0
 
     def _convert_parameters(self, params: dict[str, Any]) -> dict[str, Any]:
-        return params  # _internal_update_parameters understands submitit's own names
+        """The generic ones of AutoExecutor under the ``slurm_`` ones. Raises OptionsError."""
+        from ddp_slurm.backends.submitit import parameters
+
+        of_slurm = parameters.from_slurm(parameters.given_for_slurm(sys._getframe(1)))
+        return {**parameters.from_generic(params), **of_slurm}
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
         """Take keys of job.yaml, or submitit's names for the same. Raises OptionsError."""

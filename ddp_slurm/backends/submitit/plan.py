@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_slurm.backends import sbatch
+from ddp_slurm.backends.submitit.parameters import from_generic, job_keys
 from ddp_slurm.backends.submitit.rank import NAME, utils
 from ddp_slurm.cluster import Cluster
 from ddp_slurm.job.options import JobOptions, OptionsError
@@ -18,7 +19,6 @@ from ddp_slurm.plan.request import DEFAULT_CLUSTER, Request, load_cluster, load_
 from ddp_slurm.render import render_sbatch
 from ddp_slurm.runs.keep import Submission, keep_run, make_runs_folder, planned_cluster
 from ddp_slurm.schema.fields import limit_seconds
-from ddp_slurm.schema.schema import keys_of
 
 __all__ = [
     "OptionsError",
@@ -38,8 +38,8 @@ def merged_parameters(
     ``timeout_min`` is for submitit, which computes from it whether a job has timed out. Raises
     OptionsError with all that is wrong.
     """
-    new = _from_generic(added)
-    known = set(keys_of(JobOptions)) - {"command"}
+    new = from_generic(added)
+    known = job_keys()
     unknown = sorted(set(new) - known)
     if unknown:
         raise OptionsError(
@@ -183,36 +183,6 @@ def cluster_file_of(cluster: Cluster | Path | str | None) -> Path | None:
         return None
     path = Path(cluster) if cluster else DEFAULT_CLUSTER
     return path if path.exists() else None
-
-
-def _from_generic(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """submitit's parameters that all its executors share, as keys of job.yaml."""
-    values = {name: value for name, value in parameters.items() if value is not None}
-    for name in ("gpus_per_node", "tasks_per_node"):
-        if name in values:
-            raise OptionsError(
-                f"{name}={values[name]!r}: the plan decides, one rank for each GPU of each node; "
-                "for a part of the cluster use nodes or gpus"
-            )
-    if values.pop("stderr_to_stdout", True) is not True:
-        raise OptionsError(
-            "stderr_to_stdout=False: both streams of all ranks go to one log, labelled by rank"
-        )
-    if "timeout_min" in values:
-        values["time"] = values.pop("timeout_min")
-    if "mem_gb" in values:
-        values["memory"] = _memory(values.pop("mem_gb"))
-    if isinstance(values.get("time"), int):
-        values["time"] = str(values["time"])
-    if isinstance(values.get("env"), Mapping):
-        values["env"] = {name: str(value) for name, value in values["env"].items()}
-    return values
-
-
-def _memory(gigabytes: object) -> str:
-    if isinstance(gigabytes, int | float) and 1 / 1024 <= gigabytes < float("inf"):
-        return f"{int(gigabytes * 1024)}M"
-    raise OptionsError(f"mem_gb={gigabytes!r} is not a number of gigabytes, such as 64 or 1.5")
 
 
 def minutes(time_limit: str | None) -> int:

@@ -5,6 +5,8 @@ last, unless somebody reads ahead (Accelerate, a prefetcher on another stream, a
 of one optimizer step): then it is found by its number of samples.
 """
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -32,11 +34,21 @@ class Delivery:
         self.batches = batches
         self.count = 0
         """Batches delivered so far."""
+        self._iterator: Callable[[], object | None] | None = None
         self._shares = batches.shares
         self._skipped = skipped
         self._taken = 0
         self._first_possible = 0
         self._reads_ahead: bool | None = None
+
+    def come_from(self, iterator: object) -> None:
+        """Note what the script holds as long as it reads these batches."""
+        self._iterator = weakref.ref(iterator)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the script holds the iterator no more: it has read to the end, or left."""
+        return self._iterator is not None and self._iterator() is None
 
     def deliver(self) -> Share:
         """Count one more batch. Returns its share."""
@@ -85,36 +97,53 @@ class Feed:
 
     def __init__(self) -> None:
         self.latest: Delivery | str = NO_LOADER
-        """Where the latest batch came from; a text says why its share is not known."""
+        """Where the latest batch of the training came from; a text says why its share is not
+        known."""
+        self._evaluation: Delivery | None = None
+        """Where a later batch came from that is not divided."""
         self._fresh: dict[int, Share] = {}
         """By loader: the share of its latest batch since the last call of a module."""
 
     def deliver(self, delivery: Delivery) -> Share:
         """Note that a loader hands out its next batch. Returns the batch's share."""
         share = delivery.deliver()
-        self.latest = delivery
         if delivery.batches.is_divided:
+            self.latest, self._evaluation = delivery, None
             self._fresh[id(delivery.batches)] = share
+        else:
+            self._evaluation = delivery
         return share
 
-    def take(self, batch: Any) -> Share:
+    def take(self, batch: Any, *, is_training: bool) -> Share:
         """The share of the batch that a DDP module is called with.
 
         Args:
             batch: all arguments of the call.
+            is_training: whether the module is in training mode.
 
         Raises UnevenError where it is not known.
         """
         fractions = {share.own / share.total for share in self._fresh.values()}
         self._fresh.clear()
-        if isinstance(self.latest, str):
-            raise UnevenError(self.latest)
+        source = self._source(is_training)
+        if isinstance(source, str):
+            raise UnevenError(source)
         if len(fractions) > 1:
             raise UnevenError(
                 "two DataLoaders feed one step, and this rank's shares of their batches differ. "
                 "Set drop_last=True in both, and give both a DistributedSampler"
             )
-        return self.latest.take(batch)
+        return source.take(batch)
+
+    def _source(self, is_training: bool) -> Delivery | str:
+        """An evaluation between a batch of the training and its step is not where it came from."""
+        if self._evaluation is None:
+            return self.latest
+        if isinstance(self.latest, str):
+            is_in_use = self.latest is not NO_LOADER
+        else:
+            is_in_use = not self.latest.is_over
+        return self.latest if is_training and is_in_use else self._evaluation
 
 
 def sizes_of(batch: Any) -> set[int]:

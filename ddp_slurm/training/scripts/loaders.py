@@ -1,10 +1,11 @@
 """The seam at torch's DataLoader: batches by share, and a report of each that is delivered."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -16,7 +17,7 @@ from torch.utils.data import (
 )
 
 from ddp_slurm.training.scripts.batches import Share, ShareBatches, share_batches
-from ddp_slurm.training.scripts.errors import users_line
+from ddp_slurm.training.scripts.errors import UnevenError, users_line
 from ddp_slurm.training.scripts.feed import Delivery
 from ddp_slurm.training.scripts.modules import Modules
 
@@ -55,13 +56,12 @@ def install(modules: Modules) -> None:
         object.__setattr__(self, "_ddp_slurm_line", users_line())
         balanced = share_batches(self.batch_sampler, modules.world_size, modules.is_training)
         if balanced is not None:
+            refuse_without_order(self)
             object.__setattr__(self, "batch_sampler", balanced)
 
     @functools.wraps(plain_iter)
     def iterate(self: Any) -> Any:
-        batches = plain_iter(self)
-        report = _report(self, modules)
-        return batches if report is None else Batches(batches, report)
+        return _reported(self, plain_iter(self), modules)
 
     DataLoader.__init__ = init  # type: ignore[method-assign]
     DataLoader.__iter__ = iterate  # type: ignore[method-assign]
@@ -84,26 +84,38 @@ def enlarge(factor: int) -> None:
     DataLoader.__init__ = init  # type: ignore[method-assign]
 
 
-def _report(loader: Any, modules: Modules) -> Callable[[Any], Any] | None:
-    """What each batch of the iteration that has just begun goes through; None for an iteration of
-    no interest."""
+def refuse_without_order(loader: Any) -> None:
+    """Raises UnevenError for a loader whose workers' batches come in any order (torch >= 2.6)."""
+    if not getattr(loader, "in_order", True):
+        raise UnevenError(
+            f"the DataLoader of {loader._ddp_slurm_line} has in_order=False, so which share of the "
+            "samples a batch is, is not known. Leave it out"
+        )
+
+
+def _reported(loader: Any, batches: Any, modules: Modules) -> Any:
+    """The batches of the iteration that has just begun, each reported if it is of interest."""
     batch_sampler, skipped = loader.batch_sampler, 0
     if type(batch_sampler).__name__ == "SkipBatchSampler":  # Accelerate's
         batch_sampler, skipped = batch_sampler.batch_sampler, batch_sampler.skip_batches
     if isinstance(batch_sampler, ShareBatches):
         delivery = Delivery(batch_sampler, skipped)
-        return lambda batch: _delivered(batch, modules.deliver(delivery))
+        reported = Batches(batches, lambda batch: _delivered(batch, modules.deliver(delivery)))
+        delivery.come_from(reported)
+        return reported
     if modules.is_training(type(loader.sampler) is RandomSampler):
         why = reason(loader)
-        return lambda batch: modules.delivered_unknown(batch, why)
-    return None
+        return Batches(batches, lambda batch: modules.delivered_unknown(batch, why))
+    return batches
 
 
 def _delivered(batch: Any, share: Share) -> Any:
     """Stand-ins must not count as tokens: Hugging Face's Trainer counts the labels of a step."""
-    labels = batch.get("labels") if isinstance(batch, Mapping) and share.own == 0 else None
+    if share.own or not isinstance(batch, MutableMapping):
+        return batch
+    labels = batch.get("labels")
     if isinstance(labels, Tensor) and labels.ndim > 1 and not labels.is_floating_point():
-        labels.fill_(IGNORED_LABEL)
+        batch["labels"] = torch.full_like(labels, IGNORED_LABEL)
     return batch
 
 
@@ -116,7 +128,12 @@ def reason(loader: Any) -> str:
             "divides by itself. Divide it with BalancedIterable and weight the loss with "
             "loss_weight (see docs/training.md)"
         )
-    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+    if loader.batch_sampler is None:
+        return (
+            f"{where} has batch_size=None, so the samples of a step are not known. Give it a "
+            "batch_size, and a data set of single samples"
+        )
+    if type(loader.batch_sampler) is not BatchSampler:
         return (
             f"{where} has a batch sampler of its own, {type(loader.batch_sampler).__name__}, which "
             "decides by itself what each rank gets. Use a DistributedSampler, or a BalancedSampler "

@@ -5,16 +5,12 @@ adds micro-batches of different shares exactly, and a regulariser that the scrip
 keeps its weight: every rank adds all of it, and DDP takes the mean.
 """
 
-import copy
-import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_slurm.training.scripts import hugging_face
@@ -22,66 +18,8 @@ from ddp_slurm.training.scripts.batches import Share
 from ddp_slurm.training.scripts.errors import UnevenError
 from ddp_slurm.training.scripts.feed import Delivery, Feed
 from ddp_slurm.training.scripts.statistics import average_statistics
+from ddp_slurm.training.scripts.weights import CallWeight, unweighted, weighted
 from ddp_slurm.training.uneven.gradients import has_sync_batchnorm
-
-
-class _Weighted(torch.autograd.Function):
-    """The identity; its backward multiplies by a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        # A copy: the script may change it in place, which a view made here would forbid.
-        return output.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gradient,) = gradients
-        if torch.is_grad_enabled():
-            raise UnevenError(
-                "the gradient of the model's outputs is part of the loss (create_graph=True, as in "
-                "a gradient penalty), and would get the weight of this rank's samples twice. "
-                "Weight the loss in the script instead (loss_weight, see docs/recipes.md)"
-            )
-        if ctx.factor == 0:  # also of a loss that is not finite
-            return torch.zeros_like(gradient), None
-        return gradient * ctx.factor, None
-
-
-def weighted(output: Any, factor: float) -> Any:
-    """What a module returned, with the factor in the backward of every tensor in it.
-
-    Raises UnevenError for an object whose tensors cannot be found.
-    """
-    if factor == 1:
-        return output
-    if isinstance(output, Tensor):
-        return _Weighted.apply(output, factor) if output.requires_grad else output
-    if output is None or isinstance(output, str | bytes | int | float):
-        return output
-    if isinstance(output, Mapping):
-        return _with_values(output, {key: weighted(output[key], factor) for key in output})
-    if isinstance(output, list | tuple):
-        values = [weighted(value, factor) for value in output]
-        return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
-    if dataclasses.is_dataclass(output):
-        result = copy.copy(output)
-        for field in dataclasses.fields(output):
-            value = weighted(getattr(output, field.name), factor)
-            object.__setattr__(result, field.name, value)
-        return result
-    raise UnevenError(
-        f"the model returns a {type(output).__name__}, whose tensors cannot be found. Return "
-        "tensors in a tuple, list, dict or dataclass"
-    )
-
-
-def _with_values(mapping: Any, values: Mapping[Any, Any]) -> Any:
-    """A copy, also of Hugging Face's ModelOutput, whose attributes are its keys."""
-    result = copy.copy(mapping)
-    for key, value in values.items():
-        result[key] = value
-    return result
 
 
 class Modules:
@@ -102,12 +40,12 @@ class Modules:
         """Whether an iteration over a loader that begins now is of the training.
 
         A loader that shuffles is taken for one of the training unless gradients are switched off:
-        some loops call ``model.train()`` only after they have read the first batch.
+        some loops call ``model.train()`` only after they have read the first batch. Where one of
+        several modules is in ``eval()`` (a generator that draws samples) it is an evaluation.
         """
         if not torch.is_grad_enabled():
             return False
-        in_training = [ddp.module.training for ddp in self._alive]
-        return is_shuffled or not in_training or any(in_training)
+        return is_shuffled or all(ddp.module.training for ddp in self._alive)
 
     def add(self, ddp: DistributedDataParallel) -> None:
         """Note a module that was made. Raises UnevenError for one over a part of the ranks."""
@@ -158,10 +96,11 @@ class Modules:
         self.has_mean_loss = False
         if self.world_size == 1:
             return
-        is_evaluation = not ddp.module.training and isinstance(self._feed.latest, str)
+        is_training = ddp.module.training
+        is_evaluation = not is_training and isinstance(self._feed.latest, str)
         if not torch.is_grad_enabled() or is_evaluation:
             return
-        self.share = self._feed.take(batch)
+        self.share = self._feed.take(batch, is_training=is_training)
         if self.share.own == 0 and has_sync_batchnorm(ddp):
             raise UnevenError(
                 f"this rank has no sample in a step of {self.share.total}, and SyncBatchNorm would "
@@ -190,8 +129,12 @@ def install(modules: Modules) -> None:
     @functools.wraps(plain_forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         modules.begin(self, (*args, *kwargs.values()))
+        weight = CallWeight()
+        if modules.share is not None:
+            args, kwargs = unweighted((args, kwargs), weight)
         output = plain_forward(self, *args, **kwargs)  # type: ignore[no-untyped-call]
-        return weighted(output, modules.factor())
+        weight.factor = modules.factor()
+        return weighted(output, weight.factor)
 
     DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
     DistributedDataParallel.forward = forward  # type: ignore[method-assign]
