@@ -165,10 +165,20 @@ def test_advice_where_one_node_alone_is_faster() -> None:
     )
     faster = network_of(["fast", "slow"], Link(100e9, 0.0), 8e6, EXACT)
     assert advice(100, boxes, faster, EXACT) is None
-    bf16 = Comm.read("bf16")
-    inexact = advice(100, boxes, network_of(["fast", "slow"], Link(100e6, 0.0), 8e6, bf16), bf16)
-    assert inexact is not None
-    assert "auto:local" not in inexact
+
+
+@pytest.mark.parametrize(
+    ("comm", "is_proposed"), [("bf16", True), ("auto:bf16", True), ("local:8", False)]
+)
+def test_advice_proposes_what_is_not_yet_allowed(comm: str, is_proposed: bool) -> None:
+    curves = [Curve.line(0.0, 0.0001), Curve.line(0.0, 0.0004)]
+    boxes = boxes_of(["fast", "slow"], curves, 100)
+    network = network_of(["fast", "slow"], Link(10e6, 0.0), 8e6, Comm.read(comm))
+    text = advice(100, boxes, network, Comm.read(comm))
+    assert text is not None
+    assert "a global batch of 400: " in text
+    assert ("--comm auto:local, which is not exact: " in text) == is_proposed
+    assert "--nodes fast: 10,000" in text
 
 
 def test_prediction_is_printed_beside_what_a_step_took(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import combinations
 
-from ddp_slurm.comm import EXACT, Comm
+from ddp_slurm.comm import Comm
 from ddp_slurm.curve import Curve
 from ddp_slurm.exchange import Box, Link, Network, ways_of
 from ddp_slurm.predict import Prediction, fastest, fastest_single, predict
@@ -38,7 +38,7 @@ def advice(global_batch: int, boxes: Sequence[Box], network: Network, comm: Comm
     best = fastest(global_batch, boxes, network)
     larger = predict(LARGER * global_batch, boxes, network)
     helps = [f"a global batch of {LARGER * global_batch}: {_rate(larger)}"]
-    if comm == EXACT:
+    if "local" not in (comm.kind, comm.allows):
         inexact = network._replace(ways=ways_of(Comm("auto", allows="local")))
         faster = predict(global_batch, boxes, inexact)
         helps.append(f"--comm auto:local, which is not exact: {_rate(faster)}")
