@@ -11,6 +11,7 @@ Source of the ring's cost: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.0
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
@@ -20,7 +21,10 @@ from ddp_slurm.curve import Curve
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
-"""DistributedDataParallel's buckets of gradients."""
+"""DistributedDataParallel's buckets of gradients, where nothing else was chosen."""
+SMALLER_BUCKETS = (5 << 20, 1 << 20)
+"""What may be chosen: the last bucket, which backward cannot hide, is smaller, and there are more
+messages."""
 HIDDEN = 0.5
 """The part of a step's compute during which gradients are exchanged, where it was not measured:
 about backward's, without its first layers."""
@@ -87,6 +91,37 @@ class Network(NamedTuple):
 
     stand_ins: Mapping[str, str] = MappingProxyType({})
     """For a node without measured links, one that is like it and has some."""
+    bucket_bytes: int | None = None
+    """Of each all-reduce; None: DistributedDataParallel's own."""
+    bucket_choices: tuple[int | None, ...] = (None,)
+    """Those that may be taken."""
+
+    @property
+    def buckets(self) -> int:
+        """How many all-reduces DistributedDataParallel starts in one backward."""
+        behind_first = max(0.0, self.gradient_bytes - self._first_bucket)
+        return 1 + math.ceil(behind_first / self._next_buckets)
+
+    @property
+    def last_bucket(self) -> float:
+        """The part of the gradients that is in the last bucket: backward ends before it is sent.
+
+        >>> Network(FIRST_BUCKET_BYTES + 3 * BUCKET_BYTES, {}).last_bucket
+        0.32894736842105265
+        """
+        behind_first = self.gradient_bytes - self._first_bucket
+        if behind_first <= 0:
+            return 1.0
+        return (behind_first - self._next_buckets * (self.buckets - 2)) / self.gradient_bytes
+
+    @property
+    def _first_bucket(self) -> int:
+        """It is a small one where nothing was chosen."""
+        return self.bucket_bytes or FIRST_BUCKET_BYTES
+
+    @property
+    def _next_buckets(self) -> int:
+        return self.bucket_bytes or BUCKET_BYTES
 
     def between(self, one: str, other: str) -> Link | None:
         """The link of two nodes; where it was not measured, as slow as the slower node's others.
@@ -113,33 +148,18 @@ class Network(NamedTuple):
         return fastest_own or _slowest(list(between.values()))
 
 
-def buckets(gradient_bytes: float) -> int:
-    """How many all-reduces DistributedDataParallel starts in one backward."""
-    return 1 + math.ceil(max(0.0, gradient_bytes - FIRST_BUCKET_BYTES) / BUCKET_BYTES)
-
-
-def last_bucket(gradient_bytes: float) -> float:
-    """The part of the gradients that is in the last bucket: backward ends before it is sent.
-
-    >>> last_bucket(FIRST_BUCKET_BYTES + 3 * BUCKET_BYTES)
-    0.32894736842105265
-    """
-    behind_first = gradient_bytes - FIRST_BUCKET_BYTES
-    if behind_first <= 0:
-        return 1.0
-    return (behind_first - BUCKET_BYTES * (buckets(gradient_bytes) - 2)) / gradient_bytes
+def ring_seconds(network: Network, members: int, link: Link | None, sent: float = 1.0) -> float:
+    """Of one ring of ranks, which sends a part of the gradients' bytes: in bf16, a half."""
+    if members < 2 or link is None:
+        return 0.0
+    messages = 2 * (members - 1) * network.buckets
+    size = sent * network.gradient_bytes
+    return 2 * (members - 1) / members * size / link.bandwidth + messages * link.latency
 
 
 def exchange_seconds(boxes: Sequence[Box], network: Network, way: Way) -> float:
     """Of all gradients once: 0 for one rank, and where no link was measured."""
-
-    def ring(members: int, link: Link | None, sent: float = 1.0) -> float:
-        if members < 2 or link is None:
-            return 0.0
-        messages = 2 * (members - 1) * buckets(network.gradient_bytes)
-        size = sent * network.gradient_bytes
-        return 2 * (members - 1) / members * size / link.bandwidth + messages * link.latency
-
+    ring = partial(ring_seconds, network)
     nodes = sum(len(box.names) for box in boxes)
     ranks = sum(len(box.names) * len(box.ranks) for box in boxes)
     inside = [network.inside(box.names[0]) for box in boxes if len(box.ranks) > 1]

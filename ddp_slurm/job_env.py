@@ -21,6 +21,7 @@ SHARES = "DDP_SLURM_SHARES"
 BALANCE = "DDP_SLURM_BALANCE"
 COMM = "DDP_SLURM_COMM"
 PREDICTED_STEP = "DDP_SLURM_PREDICTED_STEP"
+BUCKET_BYTES = "DDP_SLURM_BUCKET_BYTES"
 MEASURE_FILE = "DDP_SLURM_MEASURE_FILE"
 MEASURED_RANKS = "DDP_SLURM_MEASURED_RANKS"
 REQUEUE_MARKER = "DDP_SLURM_REQUEUE_MARKER"
@@ -67,6 +68,9 @@ class JobEnv:
     """DDP_SLURM_COMM: how the ranks exchange gradients, as ``--comm`` has it; None: exactly."""
     predicted_step: float | None = None
     """DDP_SLURM_PREDICTED_STEP: seconds that an optimizer step takes by the file of speeds."""
+    bucket_bytes: int | None = None
+    """DDP_SLURM_BUCKET_BYTES: of each all-reduce of gradients, as it fits the links in the file of
+    speeds; None: DistributedDataParallel's own."""
     measure_file: str | None = None
     """DDP_SLURM_MEASURE_FILE: the path at which rank 0 writes a file of speeds; the training ends
     where it would have chosen its shares. Set by ``ddp-slurm measure``."""
@@ -97,6 +101,7 @@ class JobEnv:
             BALANCE: self.balance,
             COMM: None if self.comm is None else str(self.comm),
             PREDICTED_STEP: None if self.predicted_step is None else repr(self.predicted_step),
+            BUCKET_BYTES: _number_text(self.bucket_bytes),
             MEASURE_FILE: self.measure_file,
             MEASURED_RANKS: _places_text(self.measured_ranks),
             REQUEUE_MARKER: self.requeue_marker,
@@ -123,6 +128,7 @@ class JobEnv:
             balance=env.get(BALANCE),
             comm=_comm(env),
             predicted_step=_seconds(env, PREDICTED_STEP),
+            bucket_bytes=_number(env, BUCKET_BYTES),
             measure_file=env.get(MEASURE_FILE),
             measured_ranks=_places(env, MEASURED_RANKS),
             requeue_marker=env.get(REQUEUE_MARKER),

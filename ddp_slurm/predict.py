@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ddp_slurm.balance import around_optimum
 from ddp_slurm.curve import Curve
-from ddp_slurm.exchange import Box, Network, Way, exchange_seconds, last_bucket
+from ddp_slurm.exchange import Box, Network, Way, exchange_seconds
 
 MOST_NODES_TRIED_ONE_BY_ONE = 8
 """Up to here every choice of nodes is predicted; above, nodes that are alike are one group."""
@@ -30,6 +30,8 @@ class Prediction(NamedTuple):
     """Seconds of the gradients' exchange that backward does not hide."""
     exchange: float
     """Seconds of the whole exchange."""
+    bucket_bytes: int | None = None
+    """Of its all-reduces; None: DistributedDataParallel's own."""
 
     @property
     def seconds(self) -> float:
@@ -60,23 +62,26 @@ def predict(global_batch: int, boxes: Sequence[Box], network: Network | None) ->
 def with_network(
     global_batch: int, boxes: Sequence[Box], network: Network | None, compute: float
 ) -> Prediction:
-    """The step whose slowest rank computes for ``compute`` seconds, exchanged the fastest way."""
+    """The step whose slowest rank computes for ``compute`` seconds, exchanged the fastest way, in
+    the best buckets that the network may have."""
     names = tuple(name for box in boxes for name in box.names)
     if network is None:
         return Prediction(global_batch, names, compute, 0.0, 0.0)
-    each = [exchange_seconds(boxes, network, way) for way in network.ways]
-    shown, exchange = min(
-        (_shown(seconds, network, way, compute), seconds)
-        for seconds, way in zip(each, network.ways, strict=True)
-    )
-    return Prediction(global_batch, names, compute, shown, exchange)
+    steps = []
+    for size in network.bucket_choices:
+        in_buckets = network._replace(bucket_bytes=size)
+        for way in network.ways:
+            exchange = exchange_seconds(boxes, in_buckets, way)
+            shown = _shown(exchange, in_buckets, way, compute)
+            steps.append(Prediction(global_batch, names, compute, shown, exchange, size))
+    return min(steps, key=lambda step: (step.network, step.exchange))
 
 
 def _shown(exchange: float, network: Network, way: Way, compute: float) -> float:
     """Seconds a step of an exchange that are not hidden."""
     if way.steps > 1:
         return max(0.0, exchange / way.steps - compute)
-    last = exchange * last_bucket(network.gradient_bytes)
+    last = exchange * network.last_bucket
     return max(exchange - network.hidden * compute, last)
 
 

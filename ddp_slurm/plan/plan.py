@@ -119,6 +119,8 @@ class Plan:
     """The nodes in the order of node ranks, as cluster.yaml describes them."""
     predicted_step: float | None = None
     """Seconds of an optimizer step by the file of speeds; None without one."""
+    bucket_bytes: int | None = None
+    """Of the gradients' all-reduces by the file of speeds; None: DistributedDataParallel's own."""
 
     @property
     def name(self) -> str:
@@ -162,5 +164,6 @@ class Plan:
             shares=self.shares,
             balance=self.options.balance.kind,
             predicted_step=self.predicted_step,
+            bucket_bytes=self.bucket_bytes,
             comm=None if self.options.comm == EXACT else self.options.comm,
         )

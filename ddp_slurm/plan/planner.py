@@ -11,7 +11,7 @@ from ddp_slurm.job.memory_option import Memory
 from ddp_slurm.job.options import JobOptions
 from ddp_slurm.job.values import AUTO
 from ddp_slurm.plan.plan import Component, Plan, PlanError
-from ddp_slurm.plan.prediction import boxes_of, network_of, predicted_step
+from ddp_slurm.plan.prediction import boxes_of, network_of, planned_step
 from ddp_slurm.plan.shares import planned_shares
 from ddp_slurm.predict import fastest
 
@@ -39,12 +39,14 @@ def make_plan(cluster: Cluster, options: JobOptions) -> Plan:
     components = _components(_used_nodes(cluster, options), options)
     by_name = {node.name: node for node in cluster.nodes}
     shares = planned_shares(components, options)
+    step = planned_step(components, options, shares)
     return Plan(
         cluster_name=cluster.name,
         components=components,
         options=options,
         shares=shares,
-        predicted_step=predicted_step(components, options, shares),
+        predicted_step=step and float(f"{step.seconds:.6g}"),
+        bucket_bytes=step and step.bucket_bytes,
         machines=tuple(by_name[name] for component in components for name in component.nodes),
     )
 

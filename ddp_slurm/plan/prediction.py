@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from ddp_slurm.balance import equal_shares, split_batch
 from ddp_slurm.curve import Curve
-from ddp_slurm.exchange import Box, Network, ways_of
+from ddp_slurm.exchange import SMALLER_BUCKETS, Box, Network, ways_of
 from ddp_slurm.job.options import JobOptions
 from ddp_slurm.plan.plan import Component, Plan, ranks_of
 from ddp_slurm.plan.shares import curve_and_limit
@@ -82,16 +82,16 @@ def forecast(plan: Plan) -> Forecast | None:
     )
 
 
-def predicted_step(
+def planned_step(
     components: Sequence[Component], options: JobOptions, shares: Sequence[int] | None
-) -> float | None:
-    """Seconds of a step with these shares; None where they do not follow from a file of speeds."""
+) -> Prediction | None:
+    """A step with these shares; None where they do not follow from a file of speeds."""
     batch = options.global_batch_size
     if batch is None or shares is None or options.balance.file is None:
         return None
     boxes = boxes_of(components, options)
     network = network_of(components, options)
-    return float(f"{_choice(batch, boxes, network, shares).step.seconds:.6g}")
+    return _choice(batch, boxes, network, shares).step
 
 
 def network_of(components: Sequence[Component], options: JobOptions) -> Network | None:
@@ -109,7 +109,12 @@ def network_of(components: Sequence[Component], options: JobOptions) -> Network 
         first = next((name for name in component.nodes if name in measured), None)
         if first is not None:
             stand_ins |= {name: first for name in component.nodes if name not in measured}
-    return network._replace(stand_ins=stand_ins, ways=ways_of(options.comm))
+    has_buckets = options.comm.kind not in ("local", "powersgd")
+    return network._replace(
+        stand_ins=stand_ins,
+        ways=ways_of(options.comm),
+        bucket_choices=(None, *SMALLER_BUCKETS) if has_buckets else (None,),
+    )
 
 
 def boxes_of(components: Sequence[Component], options: JobOptions) -> list[Box]:

@@ -10,6 +10,7 @@ from .links_worker import (
     compressed_gradients,
     forget_to_average,
     forget_to_wrap,
+    gradient_in_buckets,
     summed_in_bf16,
     with_hook,
     wrap_a_large_model,
@@ -81,6 +82,13 @@ def test_two_levels_are_taken_where_they_are_faster(tmp_path: Path) -> None:
         line = running.log(0)
         assert "comm: exact, in two levels: 2+1 ranks, 1.1 MB of gradients" in line
         assert "in one level 1.33x, " in line
+
+
+@pytest.mark.parametrize(("bucket_bytes", "number"), [(None, 2), (1 << 20, 3)])
+def test_buckets_are_those_of_the_job(
+    tmp_path: Path, bucket_bytes: int | None, number: int
+) -> None:
+    assert run_world(tmp_path, (1, 1), gradient_in_buckets, bucket_bytes) == [(number, True)] * 2
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_step_shows_what_backward_does_not_hide(
     both = {frozenset("ab"): Link(40 * MB / 0.3, 0.0)}
     step = predict.predict(8, boxes, Network(40 * MB, both, hidden))
     assert step is not None
-    assert step[2:] == pytest.approx((compute, network, 0.3))
+    assert step[2:5] == pytest.approx((compute, network, 0.3))
     assert step.rate == pytest.approx(8 / (compute + network))
 
 
@@ -237,6 +237,34 @@ def test_many_nodes_are_chosen_by_groups() -> None:
     assert isinstance(best, Prediction)
     assert {name[0] for name in best.names} == {"f"}
     assert 16 <= len(best.names) <= 1000
+
+
+@pytest.mark.parametrize(
+    ("compute", "latency", "bucket", "network"),
+    [
+        # all but the last bucket is hidden; in buckets of 1 MiB 38 have come before it
+        (8.0, 1e-4, 1 << 20, 0.00774),
+        # 0.1 s a bucket: the messages of 39 buckets would take longer than backward
+        (8.0, 0.1, 5 << 20, 0.297),
+        # nothing can be hidden: the fewest messages are best
+        (1e-6, 1e-4, None, 2.0 + 3 * 2e-4),
+    ],
+)
+def test_buckets_fit_the_link(
+    compute: float, latency: float, bucket: int | None, network: float
+) -> None:
+    """40 MB that take 2 s, behind the computing of 8 samples."""
+    boxes = [Box((name,), ((Curve.line(0, compute / 4), 8),)) for name in "ab"]
+    link = {frozenset("ab"): Link(20 * MB, latency)}
+    choices = (None, *exchange.SMALLER_BUCKETS)
+    step = predict.predict(8, boxes, Network(40 * MB, link, bucket_choices=choices))
+    assert step is not None
+    assert step.bucket_bytes == bucket
+    assert step.network == pytest.approx(network, rel=0.01)
+    own = predict.predict(8, boxes, Network(40 * MB, link))
+    assert own is not None
+    assert own.bucket_bytes is None
+    assert own.network >= step.network
 
 
 def test_examples_in_the_docstrings() -> None:

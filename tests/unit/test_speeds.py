@@ -56,6 +56,23 @@ def test_file_of_speeds_has_cards_and_links(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        ({}, None),  # gamma's link is the limit: the fewest messages
+        ({"nodes": "beta,alpha"}, 1 << 20),  # the last bucket alone is not hidden
+        ({"nodes": "beta,alpha", "comm": "bf16"}, 1 << 20),
+        ({"nodes": "beta,alpha", "comm": "local:8"}, None),
+        ({"nodes": "beta,alpha", "comm": "powersgd"}, None),
+    ],
+)
+def test_buckets_of_a_job_are_the_best_for_its_links(
+    uneven: Path, options: dict[str, str], size: int | None
+) -> None:
+    plan = plan_of(uneven, CARDS + SLOW_GAMMA, **options)
+    assert plan.job_env().bucket_bytes == size
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("t: {points: [[8, 1], [8, 2]]}", "s.yaml:1: t.points: the samples [8, 8] must ascend"),
@@ -117,7 +134,7 @@ def test_plan_first_names_the_nodes_that_slow_it_down(uneven: Path) -> None:
     plan = plan_of(uneven, CARDS + SLOW_GAMMA)
     lines = plan_table(plan).splitlines()
     assert re.fullmatch(
-        r"faster without gamma: 3\.8k -> 37k images/s \(--nodes auto\)", lines[0]
+        r"faster without gamma: 3\.8k -> 38k images/s \(--nodes auto\)", lines[0]
     ), lines[0]
     assert lines[1].endswith("SHARES           COMPUTE MS           BUSY %")
     alpha = next(line for line in lines if " alpha " in line)

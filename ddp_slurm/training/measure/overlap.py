@@ -7,11 +7,14 @@ import torch
 import torch.distributed as dist
 
 from ddp_slurm.curve import Curve
+from ddp_slurm.exchange import SMALLER_BUCKETS, Network, ring_seconds
 from ddp_slurm.training.measure.links import measure_ring
 from ddp_slurm.training.uneven.calibrate import TrainingStep, made_measurable, timed_step
 from ddp_slurm.training.uneven.gradients import wrap_model
 
 REPEATS = 3
+FINE_BUCKETS = min(SMALLER_BUCKETS)
+"""Larger ones hide less, which the prediction takes off by itself."""
 LEAST_PART = 0.2
 """An exchange that takes less than this part of a step's compute shows nothing."""
 MOST_SECONDS = 5.0
@@ -37,7 +40,8 @@ def measure_hidden(
     if members == 1:
         return None
     link = measure_ring(world, step.device)
-    exchange = 2 * (members - 1) / members * gradient_bytes / link.bandwidth
+    in_buckets = Network(gradient_bytes, {}, bucket_bytes=FINE_BUCKETS)
+    exchange = ring_seconds(in_buckets, members, link)
     compute_of = {size: max(curve.seconds(size) for curve in curves) for size in sizes}
     size = min(sizes, key=lambda size: abs(compute_of[size] - exchange))
     compute = compute_of[size]
@@ -50,7 +54,7 @@ def measure_hidden(
 def _seconds_of_whole_step(step: TrainingStep, size: int) -> float:
     """Of the slowest rank, with the exchange; the fastest of a few."""
     model, optimizer = copy.deepcopy((step.model, step.optimizer))
-    ddp = wrap_model(made_measurable(model), step.device)
+    ddp = wrap_model(made_measurable(model), step.device, FINE_BUCKETS)
     best = float("inf")
     for repeat in range(-1, REPEATS):
         inputs, targets = step.get_batch(size)

@@ -146,7 +146,7 @@ class World:
         hidden behind it.
         """
         self._is_wrapped = True
-        ddp = wrap_model(model, self.device)
+        ddp = wrap_model(model, self.device, JobEnv.from_environ().bucket_bytes)
         if self.world_size > 1:
             local = attach(self._links(), ddp, optimizer, shares, compute_seconds)
             self.local_steps += [local] if local else []
