@@ -5,10 +5,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ddp_slurm.backends.processes import Process, run_all
+from ddp_slurm.cluster.this_machine import visible_gpus
 from ddp_slurm.console import Commands, add_command, say
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.hostlist import HostlistError, expand_tasks_per_node
@@ -73,37 +74,55 @@ def _shares(text: str) -> tuple[int, ...]:
     return counts
 
 
+def _devices(ranks: int) -> list[str]:
+    """GPUs of this machine, one for each rank; none, for the CPU, where it has fewer."""
+    devices = visible_gpus()
+    if 0 < len(devices) < ranks:
+        say(
+            f"verify: this machine has {len(devices)} GPUs for {ranks} ranks, so both runs are on "
+            "the CPU; give fewer --shares to run them on GPUs"
+        )
+    return list(devices[:ranks]) if len(devices) >= ranks else []
+
+
 def _run(words: Sequence[str], shares: tuple[int, ...], verify: Verify) -> None:
     say(f"verify: {verify.steps} steps on {len(shares)} of {verify.ranks} ranks")
+    processes = [
+        Process(
+            argv=[sys.executable, "-m", RUN, "--uneven", *words],
+            environ=environ,
+            label=f"[{rank}] ",
+            name=f"rank {rank}",
+        )
+        for rank, environ in enumerate(_environs(shares, verify, _devices(verify.ranks)))
+    ]
+    status = run_all(processes, "rank").status
+    if status:
+        raise SystemExit(status)
+
+
+def _environs(
+    shares: tuple[int, ...], verify: Verify, devices: list[str]
+) -> Iterator[dict[str, str]]:
+    """Of each rank. They are on two nodes, uneven as Lightning's plug-in expects them."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         port = probe.getsockname()[1]
     world_size = len(shares)
-    job_env = JobEnv(shares=shares, tasks_per_node=(1,) * world_size, verify=verify)
-    if world_size > 1:  # uneven nodes, as Lightning's plug-in expects them
-        job_env = JobEnv(shares=shares, tasks_per_node=(1, world_size - 1), verify=verify)
+    tasks = (1, world_size - 1) if world_size > 1 else (1,)
+    job_env = JobEnv(shares=shares, tasks_per_node=tasks, verify=verify)
     common = {"OMP_NUM_THREADS": "1", **clean_environ(os.environ), **job_env.to_environ()}
-    processes = []
     for rank in range(world_size):
         node = min(rank, 1)
         place = {
             "RANK": rank,
             "LOCAL_RANK": rank - node,
             "WORLD_SIZE": world_size,
-            "LOCAL_WORLD_SIZE": world_size - 1 if node else 1,
+            "LOCAL_WORLD_SIZE": tasks[node],
             "GROUP_RANK": node,
             "NODE_RANK": node,
             "MASTER_ADDR": HOST,
             "MASTER_PORT": port,
+            "CUDA_VISIBLE_DEVICES": ",".join(devices[node:world_size] if node else devices[:1]),
         }
-        processes.append(
-            Process(
-                argv=[sys.executable, "-m", RUN, "--uneven", *words],
-                environ={**common, **{name: str(value) for name, value in place.items()}},
-                label=f"[{rank}] ",
-                name=f"rank {rank}",
-            )
-        )
-    status = run_all(processes, "rank").status
-    if status:
-        raise SystemExit(status)
+        yield {**common, **{name: str(value) for name, value in place.items()}}

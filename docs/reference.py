@@ -49,6 +49,8 @@ PYTHON_NAMES = {
         "ddp_slurm.training.BalancedIterable",
         "ddp_slurm.training.split_batch",
         "ddp_slurm.training.equal_shares",
+        "ddp_slurm.training.verify",
+        "ddp_slurm.training.GradientCheck",
         "ddp_slurm.training.loss_weight",
         "ddp_slurm.training.no_sample_loss",
         "ddp_slurm.training.BatchNormStatistics",

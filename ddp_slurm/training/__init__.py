@@ -11,6 +11,7 @@ from ddp_slurm.training.trainer import Result, Trainer, TrainerConfig
 from ddp_slurm.training.uneven.batchnorm import BatchNormStatistics
 from ddp_slurm.training.uneven.gradients import loss_weight, no_sample_loss, wrap_model
 from ddp_slurm.training.uneven.sampler import BalancedIterable, BalancedSampler
+from ddp_slurm.training.uneven.verify import GradientCheck, verify
 from ddp_slurm.training.uneven.weighted_loss import weighted_loss_factor
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "BalancedSampler",
     "BatchNormStatistics",
     "DatasetSource",
+    "GradientCheck",
     "ResidentImages",
     "ResidentTensors",
     "Result",
@@ -33,6 +35,7 @@ __all__ = [
     "loss_weight",
     "no_sample_loss",
     "split_batch",
+    "verify",
     "weighted_loss_factor",
     "wrap_model",
 ]

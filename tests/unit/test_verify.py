@@ -1,7 +1,8 @@
-"""``ddp-slurm verify``: what it refuses."""
+"""``ddp-slurm verify``: what it refuses, and what its ranks are started with."""
 
 import pytest
 
+from ddp_slurm import verify as verify_command
 from ddp_slurm.job_env import JobEnv, JobEnvError, Verify
 from ddp_slurm.verify import VerifyError, verify
 
@@ -29,3 +30,30 @@ def test_verify_reaches_the_ranks() -> None:
     assert JobEnv.from_environ(environ).verify == asked
     with pytest.raises(JobEnvError, match="STEPS:RANKS:FILE"):
         JobEnv.from_environ({"DDP_SLURM_VERIFY": "3:x"})
+
+
+@pytest.mark.parametrize(
+    ("gpus", "shares", "expected", "says"),
+    [
+        (("0", "1", "2", "3"), (1, 2, 4), ["0", "1,2", "1,2"], ""),
+        (("4", "6"), (1, 3), ["4", "6"], ""),
+        (("0",), (1, 2, 4), ["", "", ""], "has 1 GPUs for 3 ranks"),
+        ((), (1, 2), ["", ""], ""),
+        (("0", "1", "2"), (7,), ["0"], ""),
+    ],
+)
+def test_each_rank_has_a_gpu_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    gpus: tuple[str, ...],
+    shares: tuple[int, ...],
+    expected: list[str],
+    says: str,
+) -> None:
+    monkeypatch.setattr(verify_command, "visible_gpus", lambda: gpus)
+    ranks = max(len(shares), 2)
+    asked = Verify(1, ranks, "x")
+    environs = list(verify_command._environs(shares, asked, verify_command._devices(ranks)))
+    assert [environ["CUDA_VISIBLE_DEVICES"] for environ in environs] == expected
+    assert [environ["LOCAL_RANK"] for environ in environs] == ["0", "0", "1"][: len(shares)]
+    assert says in capsys.readouterr().err

@@ -135,6 +135,11 @@ class Feed:
             )
         return source.take(batch)
 
+    @property
+    def in_use(self) -> ShareBatches | None:
+        """Of the latest batch of the training, if its loader divides by shares."""
+        return None if isinstance(self.latest, str) else self.latest.batches
+
     def _source(self, is_training: bool) -> Delivery | str:
         """An evaluation between a batch of the training and its step is not where it came from."""
         if self._evaluation is None:

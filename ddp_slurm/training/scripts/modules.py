@@ -7,14 +7,14 @@ keeps its weight: every rank adds all of it, and DDP takes the mean.
 
 import functools
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_slurm.training.scripts import hugging_face
-from ddp_slurm.training.scripts.batches import Share
+from ddp_slurm.training.scripts.batches import Share, ShareBatches
 from ddp_slurm.training.scripts.errors import UnevenError
 from ddp_slurm.training.scripts.feed import Delivery, Feed
 from ddp_slurm.training.scripts.statistics import average_statistics
@@ -34,7 +34,8 @@ class Modules:
         self.has_any = False
         self._feed = Feed()
         self._is_mean_over_tokens = False
-        self._alive: WeakSet[DistributedDataParallel] = WeakSet()
+        self._checked: WeakSet[ShareBatches] = WeakSet()
+        self._alive: WeakKeyDictionary[DistributedDataParallel, None] = WeakKeyDictionary()
 
     def is_training(self, is_shuffled: bool) -> bool:
         """Whether an iteration over a loader that begins now is of the training.
@@ -56,12 +57,12 @@ class Modules:
                 "of all ranks. Leave out process_group"
             )
         self.has_any = True
-        self._alive.add(ddp)
+        self._alive[ddp] = None
         average_statistics(ddp, lambda: self.share)
         hugging_face.install(self._set_mean_over_tokens)
 
     def alive(self) -> list[DistributedDataParallel]:
-        """The modules that the script still holds."""
+        """The modules that the script still holds, in the order in which it made them."""
         return list(self._alive)
 
     def _set_mean_over_tokens(self, value: bool) -> None:
@@ -101,10 +102,33 @@ class Modules:
         if not torch.is_grad_enabled() or is_evaluation:
             return
         self.share = self._feed.take(batch, is_training=is_training)
+        self._check_blocks(ddp)
         if self.share.own == 0 and has_sync_batchnorm(ddp):
             raise UnevenError(
                 f"this rank has no sample in a step of {self.share.total}, and SyncBatchNorm would "
                 "count its stand-ins. Set drop_last=True in the DataLoader"
+            )
+
+    def _check_blocks(self, ddp: DistributedDataParallel) -> None:
+        """At the first batch of each loader: all ranks have to divide the same global batches.
+
+        All of them are about to call the same module, so they can exchange numbers here. Raises
+        UnevenError.
+        """
+        batches = self._feed.in_use
+        if batches is None or batches in self._checked:
+            return
+        self._checked.add(batches)
+        mine = [batches.blocks.size, len(batches)]
+        device = next(ddp.parameters()).device
+        limits = torch.tensor([*mine, *(-number for number in mine)], device=device)
+        dist.all_reduce(limits, op=dist.ReduceOp.MAX, group=ddp.process_group)
+        most, least = limits[:2].tolist(), (-limits[2:]).tolist()
+        if most != least:
+            raise UnevenError(
+                f"the ranks' DataLoaders have global batches of {least[0]} to {most[0]} samples "
+                f"and {least[1]} to {most[1]} steps. Give all ranks the same data set and "
+                "batch_size: one divided by the world's size, not by the GPUs of a node"
             )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -18,6 +18,8 @@ def record(modules: Modules, verify: Verify) -> None:
     The file has ``steps``: for each the gradients by the parameters' names, float64 on the CPU; and
     ``layers``: the kinds of layers of the models.
     """
+    # in full precision, so that the differences are the script's
+    torch.backends.cudnn.allow_tf32 = False
     steps: list[dict[str, Tensor]] = []
 
     def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -34,10 +36,12 @@ def record(modules: Modules, verify: Verify) -> None:
 
 
 def _gradients(modules: Modules) -> dict[str, Tensor]:
+    """Of several modules by their number too: a GAN's have parameters of the same names."""
+    models = [ddp.module for ddp in modules.alive()]
     return {
-        name: parameter.grad.detach().cpu().double()
-        for ddp in modules.alive()
-        for name, parameter in ddp.module.named_parameters()
+        name if len(models) == 1 else f"model {number}.{name}": parameter.grad.cpu().double()
+        for number, model in enumerate(models)
+        for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
 
