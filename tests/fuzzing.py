@@ -6,6 +6,7 @@
 import contextlib
 import os
 import sys
+import unicodedata
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -79,9 +80,20 @@ def holds(*functions: Callable[[], Any], printable: bool = True) -> None:
             assert is_printable(result), repr(result)
 
 
+CHANGES_OF_DIRECTION = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
+
+
 def is_printable(text: str) -> bool:
-    """Whether a terminal shows the text and does nothing else."""
-    return all(character.isprintable() or character in "\n\t" for character in text)
+    """Whether a terminal shows the text in its order and does nothing else.
+
+    What Unicode has not assigned yet is harmless, and differs with Python's version.
+    """
+    return not any(_is_command(character) for character in text if character not in "\n\t")
+
+
+def _is_command(character: str) -> bool:
+    is_control = unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp")
+    return is_control or unicodedata.bidirectional(character) in CHANGES_OF_DIRECTION
 
 
 _folders: list[Path] = []

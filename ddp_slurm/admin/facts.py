@@ -67,7 +67,7 @@ class Facts:
     def memory_mb(self) -> int | None:
         """Memory in MiB as the kernel counts it; slurmd compares this with RealMemory."""
         kib = self.first("memory_kib")
-        return int(kib) // 1024 if kib and kib.isdigit() else None
+        return int(kib) // 1024 if kib and kib.isdecimal() else None
 
     @cached_property
     def topology(self) -> Topology | None:
@@ -95,7 +95,7 @@ class Facts:
         if threads:
             return threads
         usable = self.first("cpus_usable")
-        return int(usable) if usable and usable.isdigit() else None
+        return int(usable) if usable and usable.isdecimal() else None
 
     @cached_property
     def gpus(self) -> tuple[Gpu, ...]:
@@ -141,7 +141,7 @@ class Facts:
         """The routes of /proc/net/route that are up."""
         for line in self.block_lines("routes")[1:]:
             columns = line.split()
-            if len(columns) < 8:
+            if len(columns) < 8 or not _are_hexadecimal(columns[1], columns[3], columns[7]):
                 continue
             is_up = int(columns[3], 16) & 1  # RTF_UP
             if is_up:
@@ -149,9 +149,9 @@ class Facts:
 
     def link_speed_mbit(self, interface: str) -> int | None:
         for line in self.values.get("interface", ()):
-            name, _, speed = line.split()
-            if name == interface and speed.isdigit() and speed != "0":
-                return int(speed)
+            found = re.fullmatch(r"(\S+) \S+ ([1-9][0-9]*)", line)
+            if found and found[1] == interface:
+                return int(found[2])
         return None
 
     @cached_property
@@ -162,7 +162,10 @@ class Facts:
         """
         for line in reversed(self.block_lines("training")):
             if line.startswith("facts "):
-                values = json.loads(line.removeprefix("facts "))
+                try:
+                    values = dict(json.loads(line.removeprefix("facts ")))
+                except (ValueError, TypeError):
+                    return {"torch_error": f"its report is damaged: {line}"}
                 return {str(key): str(value) for key, value in values.items()}
         return {}
 
@@ -172,6 +175,10 @@ class _Route:
     interface: str
     network: int
     mask: int
+
+
+def _are_hexadecimal(*words: str) -> bool:
+    return all(re.fullmatch("[0-9A-Fa-f]{1,8}", word) for word in words)
 
 
 def _kernel_number(text: str) -> int:
@@ -202,7 +209,7 @@ def parse_facts(text: str) -> Facts:
             values.setdefault(key, []).append(value.strip())
         elif line.startswith("block "):
             _, name, status = f"{line} ".split(" ", 2)
-            current = _OpenBlock(int(status) if status.strip().isdigit() else 1)
+            current = _OpenBlock(int(status) if status.strip().isdecimal() else 1)
             blocks.setdefault(name, []).append(current)
     return Facts(
         {key: tuple(items) for key, items in values.items()},

@@ -190,7 +190,7 @@ def memory_mb(value: Any) -> int:
     megabytes = int(match[1]) * _KIB[match[2].upper()] // 1024 if match else 0
     if megabytes >= 1:
         return megabytes
-    is_bare_number = str(value).isdigit() and value != "0"
+    is_bare_number = str(value).isdecimal() and value != "0"
     hint = f"; write {MEMORY_FORM}"
     if is_bare_number:
         hint = f": Slurm reads it as MiB; write {value}M or {value}G"
@@ -254,7 +254,7 @@ def limit_seconds(time_limit: str) -> int | None:
     >>> [limit_seconds(text) for text in ("UNLIMITED", "0", "0:240:0")]
     [None, None, 14400]
     """
-    if not time_limit[0].isdigit():
+    if not time_limit[0].isdecimal():
         return None
     days, dash, rest = time_limit.rpartition("-")
     parts = [int(part) for part in rest.split(":")]

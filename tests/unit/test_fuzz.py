@@ -106,7 +106,8 @@ def test_any_file_of_speeds_is_read_or_refused(folder: Path, text: str) -> None:
     typed = {"command": ["true"], "global_batch_size": "2048", "balance": str(path)}
     request = Request(folder / "plain.yaml", None, typed)
     with no_write_outside(folder):
-        holds(lambda: read_speeds(path), lambda: plan_table(plan_request(request)))
+        holds(lambda: read_speeds(path))
+        holds(lambda: plan_table(plan_request(request)), printable=False)
 
 
 @fuzz
@@ -191,6 +192,9 @@ block addresses 0
 |2: eno1    inet 192.168.8.151/24 brd 192.168.8.255 scope global eno1
 block routes 0
 |eno1 0000A8C0 00000000 0001 0 0 100 00FFFFFF
+fact interface eno1 up 1000
+block training 0
+|facts {{"python": "3.11.2", "torch": "2.11.0", "cuda": "13.0"}}
 facts end
 """
 
@@ -204,6 +208,8 @@ def test_any_report_of_a_node_is_read_or_refused(folder: Path, text: str) -> Non
     def probe() -> Node:
         facts = parse_facts(text)
         types = gres_types(card.name for card in facts.gpus)
+        assert isinstance(facts.training, dict)
+        facts.link_speed_mbit("eno1")
         return probed_node(asked, facts, types, ["192.168.8.1"])
 
     holds(probe, printable=False)

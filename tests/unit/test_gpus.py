@@ -60,6 +60,12 @@ def test_nvidia_cards_have_their_device_minors() -> None:
     )
 
 
+@pytest.mark.parametrize("index", ["\u00b2", "-1", "0x1", "1.0", ""])
+def test_nvidia_row_without_a_number_is_no_card(index: str) -> None:
+    row = f"{index}, 00000000:01:00.0, 81920, 550.54.15, NVIDIA A100-SXM4-80GB"
+    assert parse_gpus({"nvidia-smi": [(0, row)]}) == ()
+
+
 def test_nvidia_old_and_failing_drivers() -> None:
     refused = (2, 'Field "compute_cap" is not a valid field to query.')
     old = {"nvidia-smi": [(0, "0, 00000000:01:00.0, 12212, 470.223.02, NVIDIA TITAN X (Pascal)")]}

@@ -78,6 +78,13 @@ def test_interface_is_that_of_the_longest_route_up() -> None:
     assert Facts().interface_towards("192.168.1.7") is None
 
 
+@pytest.mark.parametrize("number", ["0000A000000:8C0", "0000A00000008C0", "-1", "0x10", "\u0661"])
+def test_damaged_route_is_no_route(number: str) -> None:
+    line = f"eno1 {number} 00000000 0001 0 0 100 00FFFFFF"
+    facts = Facts(blocks={"routes": (Block(0, f"Iface\n{line}"),)})
+    assert facts.interface_towards("192.168.8.152") is None
+
+
 def test_facts_skip_a_banner_and_refuse_a_cut_output() -> None:
     banner = "Welcome!\nfact hostname liar\n"
     whole = (
@@ -90,6 +97,19 @@ def test_facts_skip_a_banner_and_refuse_a_cut_output() -> None:
     for cut in ("", "Welcome!\n", whole[: whole.index("facts end")]):
         with pytest.raises(RemoteError, match="is incomplete"):
             parse_facts(cut)
+
+
+@pytest.mark.parametrize(
+    "line", ["", "eno1", "eno1 up", "eno1 up x", "eno1 up 0", "eno1 up \u00b2", "eno1 up 1 2"]
+)
+def test_damaged_link_speed_is_unknown(line: str) -> None:
+    assert Facts({"interface": (line,)}).link_speed_mbit("eno1") is None
+
+
+@pytest.mark.parametrize("report", ["{", "1", "[1]", "null", '"x"'])
+def test_damaged_training_report_is_an_error_of_torch(report: str) -> None:
+    facts = Facts(blocks={"training": (Block(0, f"facts {report}"),)})
+    assert facts.training == {"torch_error": f"its report is damaged: facts {report}"}
 
 
 def test_facts_skip_a_banner_without_newline() -> None:

@@ -273,3 +273,9 @@ def test_every_folder_is_a_package_of_the_distribution() -> None:
     packages = set(listed["options"]["packages"].split())
     folders = {path.parent.relative_to(ROOT) for path in PACKAGE.rglob("__init__.py")}
     assert {str(folder).replace("/", ".") for folder in folders} <= packages
+
+
+def test_no_isdigit_before_int() -> None:
+    """It accepts ``²``, of which int() makes an error; isdecimal() accepts what int() reads."""
+    found = [path for path in sorted(PACKAGE.rglob("*.py")) if ".isdigit()" in path.read_text()]
+    assert found == []

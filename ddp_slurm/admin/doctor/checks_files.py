@@ -63,7 +63,7 @@ def temporary_folders(snapshot: Snapshot) -> Findings:
         for line in facts.block_lines("disks")[1:]:
             columns = line.split(maxsplit=5)
             is_shm = len(columns) == 6 and columns[5] == "/dev/shm"
-            if is_shm and columns[1].isdigit() and int(columns[1]) < SMALL_SHM_KIB:
+            if is_shm and columns[1].isdecimal() and int(columns[1]) < SMALL_SHM_KIB:
                 cause = f"/dev/shm has {int(columns[1]) // 1024} MiB: DataLoader workers need more"
                 yield warning(name, cause, "mount -o remount,size=50% /dev/shm, and in /etc/fstab")
 

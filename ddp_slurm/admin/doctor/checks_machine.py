@@ -197,7 +197,7 @@ def disks(snapshot: Snapshot) -> Findings:
         full = []
         for line in facts.block_lines("disks")[1:]:
             columns = line.split(maxsplit=5)
-            if len(columns) == 6 and columns[3].isdigit() and int(columns[3]) < DISK_ERROR_KIB:
+            if len(columns) == 6 and columns[3].isdecimal() and int(columns[3]) < DISK_ERROR_KIB:
                 full.append(columns[5])
         if full:
             paths = ", ".join(dict.fromkeys(full))

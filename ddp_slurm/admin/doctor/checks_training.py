@@ -97,7 +97,7 @@ def _wheel(snapshot: Snapshot) -> str:
     nvidia = [
         gpu for facts in snapshot.facts.values() for gpu in facts.gpus if gpu.vendor == "nvidia"
     ]
-    branches = [int(_major(gpu.driver)) for gpu in nvidia if _major(gpu.driver or "").isdigit()]
+    branches = [int(_major(gpu.driver)) for gpu in nvidia if _major(gpu.driver or "").isdecimal()]
     cards = []
     for gpu in nvidia:
         if gpu.compute_capability:
@@ -113,7 +113,7 @@ def _wheel(snapshot: Snapshot) -> str:
 def _supports(driver: str, cuda_version: str) -> bool:
     branch = _major(driver)
     oldest = OLDEST_DRIVER_OF_CUDA.get(_major(cuda_version))
-    return oldest is None or not branch.isdigit() or int(branch) >= oldest
+    return oldest is None or not branch.isdecimal() or int(branch) >= oldest
 
 
 def _major(version: str) -> str:

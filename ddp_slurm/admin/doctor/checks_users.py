@@ -78,7 +78,7 @@ def _relevant_users(facts: Facts) -> Iterator[tuple[str, str]]:
         if len(fields) < 7:
             continue
         name, uid, gid, shell = fields[0], fields[2], fields[3], fields[6]
-        is_person = uid.isdigit() and int(uid) in PEOPLES_UIDS
+        is_person = uid.isdecimal() and int(uid) in PEOPLES_UIDS
         can_log_in = not shell.endswith(("nologin", "false"))
         if name in DAEMON_USERS:
             yield name, uid

@@ -27,9 +27,9 @@ def _amd_smi_card(number: int, card: dict[str, Any]) -> Gpu:
     size = vram.get("size", vram.get("vram_size_mb"))
     megabytes = str(size.get("value") if isinstance(size, dict) else size)
     return Gpu(
-        index=int(index) if index.isdigit() else number,
+        index=int(index) if index.isdecimal() else number,
         name=str(asic.get("market_name", "AMD GPU")),
-        memory_mib=int(megabytes) if megabytes.isdigit() else 0,
+        memory_mib=int(megabytes) if megabytes.isdecimal() else 0,
         vendor="amd",
         driver=str(_mapping(card.get("driver")).get("version", "")),
         compute_capability=str(asic.get("target_graphics_version", "")),
@@ -55,7 +55,7 @@ def _rocm_smi_card(index: int, card: dict[str, Any], driver: str) -> Gpu:
     return Gpu(
         index=index,
         name=values.get("card series", "AMD GPU"),
-        memory_mib=int(memory_bytes) // 2**20 if memory_bytes.isdigit() else 0,
+        memory_mib=int(memory_bytes) // 2**20 if memory_bytes.isdecimal() else 0,
         vendor="amd",
         driver=driver,
         compute_capability=values.get("gfx version", ""),

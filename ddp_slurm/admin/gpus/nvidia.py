@@ -53,7 +53,7 @@ def _cards(outputs: Outputs) -> list[Gpu]:
         gpu = Gpu(
             index=row.index,
             name=row.name,
-            memory_mib=int(row.memory) if row.memory.isdigit() else 0,
+            memory_mib=int(row.memory) if row.memory.isdecimal() else 0,
             vendor="nvidia",
             minor=minors.get(bus_id),
             driver=row.driver,
@@ -138,7 +138,7 @@ def _rows(text: str) -> list[_Row]:
 
 def _parse_row(line: str) -> _Row | None:
     parts = [part.strip() for part in line.split(",", 4)]
-    if len(parts) != 5 or not parts[0].isdigit():
+    if len(parts) != 5 or not parts[0].isdecimal():
         return None
     index, bus_id, memory, driver, name = parts
     return _Row(int(index), bus_id, memory, driver, name)

@@ -86,7 +86,7 @@ class CsvFile:
     def _rows_until(self, step: int) -> list[Record]:
         with open(self.path, newline="") as file:
             rows = list(csv.DictReader(file))
-        numbered = [row for row in rows if (row.get("step") or "").isdigit()]
+        numbered = [row for row in rows if (row.get("step") or "").isdecimal()]
         return [row for row in numbered if int(row["step"]) <= step]
 
     def __call__(self, record: Record) -> None:
