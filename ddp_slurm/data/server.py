@@ -165,6 +165,6 @@ def _keep(kept: Kept, folder: Path) -> None:
 def _host_and_port(bind: str) -> tuple[str, int]:
     host, _, port = bind.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 65536:
         raise DataSetError(f"--bind {bind!r}: expected ADDRESS:PORT, such as 192.168.8.1:8400")
     return host, int(port)
