@@ -1,6 +1,6 @@
 # make demo   fresh Debian or Ubuntu machine -> synthetic training on an uneven plan of seven ranks
 # make test   what the tests need, then all of them, live Slurm 22.05 and 24.11 included (as root)
-# make test-releases   configuration, jobs and training on live Slurm 20.11, 22.05, 24.11 and 26.05
+# make test-releases   configuration, jobs, training and lost nodes on live Slurm 20.11, 22.05, 24.11 and 26.05
 # make test-guide   the set-up guide, typed block by block on three bare machines with systemd (as root)
 # make docs   the documentation site, into build/docs
 # make audit  known vulnerabilities of what is installed, from pypi.org: before a release
@@ -12,8 +12,8 @@ IN_VENV := $(VENV)/bin/python
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 TEST_PACKAGES := slurm-wlm slurmdbd mariadb-server-core mariadb-client-core munge iproute2 \
   debootstrap openssh-server openssh-client shellcheck
-# Most live tests wait for Slurm: three processes need less than half of the time of one.
-PYTEST_OPTIONS ?= -n 3 --no-loadscope-reorder
+# Half of the live tests wait for Slurm: four processes suit two cores.
+PYTEST_OPTIONS ?= -n 4 --no-loadscope-reorder
 
 # 100,000 hostile files and outputs of programs; some minutes
 fuzz: $(VENV)/installed-test
@@ -33,7 +33,7 @@ test: $(VENV)/installed-test $(VENV)/installed-packages lint
 
 test-releases: $(VENV)/installed-test $(VENV)/installed-packages
 	DDP_SLURM_TEST_RELEASES=all $(IN_VENV) -m pytest tests/slurm/test_releases.py \
-	  tests/slurm/test_users_files.py
+	  tests/slurm/test_users_files.py tests/slurm/test_restarts.py
 
 test-guide: $(VENV)/installed-test $(VENV)/installed-packages
 	DDP_SLURM_TEST_GUIDE=1 $(IN_VENV) -m pytest -s tests/slurm/test_guide_walk.py

@@ -1,5 +1,6 @@
 """Shared by all tests."""
 
+import itertools
 import os
 import re
 import signal
@@ -45,6 +46,15 @@ SLOWEST_FIRST = (
 )
 """So that the short tests fill the gaps at the end of a run with several processes."""
 
+MOSTLY_WAIT = (
+    "tests/slurm/test_restarts.py",
+    "tests/slurm/test_cannot_start.py",
+    "tests/slurm/test_lost_answer.py",
+    "tests/slurm/test_reliability.py",
+    "tests/hosts/",
+)
+"""They wait for the time limits of Slurm and of links, and leave the processors to others."""
+
 ONE_BY_ONE = ("tests/hosts/", "tests/slurm/test_restarts.py")
 """Here each test makes its own machines. All other files have fixtures that their tests share, so
 that a file stays in one process."""
@@ -58,17 +68,27 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     class ByFile(LoadScopeScheduling):
         # The group marks of xdist 3.8 have no effect with pytest 9.2 (pytest-xdist issue 1386).
         def _split_scope(self, nodeid: str) -> str:
-            if nodeid.startswith(ONE_BY_ONE):
-                return nodeid
-            return nodeid.partition("::")[0]
+            return _scope(nodeid)
 
     return ByFile(config, log)
 
 
+def _scope(nodeid: str) -> str:
+    """The name of the tests that go to one process together."""
+    return nodeid if nodeid.startswith(ONE_BY_ONE) else nodeid.partition("::")[0]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With several processes, the slowest tests begin."""
-    if hasattr(config, "workerinput"):
-        items.sort(key=_place)
+    """With several processes: the slowest tests first, waiting and computing ones in turn."""
+    if not hasattr(config, "workerinput"):
+        return
+    waiting: dict[str, list[pytest.Item]] = {}
+    computing: dict[str, list[pytest.Item]] = {}
+    for item in sorted(items, key=_place):
+        kind = waiting if item.nodeid.startswith(MOSTLY_WAIT) else computing
+        kind.setdefault(_scope(item.nodeid), []).append(item)
+    pairs = itertools.zip_longest(waiting.values(), computing.values(), fillvalue=[])
+    items[:] = [item for pair in pairs for group in pair for item in group]
 
 
 def _place(item: pytest.Item) -> int:
