@@ -4,6 +4,7 @@ Every variable of this project is defined here and nowhere else. Standard librar
 imports this.
 """
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ BALANCE = "DDP_SLURM_BALANCE"
 COMM = "DDP_SLURM_COMM"
 PREDICTED_STEP = "DDP_SLURM_PREDICTED_STEP"
 BUCKET_BYTES = "DDP_SLURM_BUCKET_BYTES"
+KNOWN_LIMITS = "DDP_SLURM_KNOWN_LIMITS"
 MEASURE_FILE = "DDP_SLURM_MEASURE_FILE"
 MEASURED_RANKS = "DDP_SLURM_MEASURED_RANKS"
 REQUEUE_MARKER = "DDP_SLURM_REQUEUE_MARKER"
@@ -36,6 +38,17 @@ MEASURED = "measured"
 
 class JobEnvError(DdpSlurmError, ValueError):
     """A DDP_SLURM_* variable whose value the job script would not have set."""
+
+
+class KnownLimits(NamedTuple):
+    """The largest micro-batches of a file of speeds. They hold for one model and one precision."""
+
+    model: str
+    """The class of the model."""
+    precision: str
+    """fp32, bf16 or fp16."""
+    of_card: dict[str, int]
+    """Samples, by the GPU's model."""
 
 
 class Verify(NamedTuple):
@@ -71,6 +84,9 @@ class JobEnv:
     bucket_bytes: int | None = None
     """DDP_SLURM_BUCKET_BYTES: of each all-reduce of gradients, as it fits the links in the file of
     speeds; None: DistributedDataParallel's own."""
+    known_limits: KnownLimits | None = None
+    """DDP_SLURM_KNOWN_LIMITS: the most samples that each card runs at once, by the file of speeds,
+    as JSON: ``["ResNet", "bf16", {"NVIDIA H200": 512}]``."""
     measure_file: str | None = None
     """DDP_SLURM_MEASURE_FILE: the path at which rank 0 writes a file of speeds; the training ends
     where it would have chosen its shares. Set by ``ddp-slurm measure``."""
@@ -102,6 +118,7 @@ class JobEnv:
             COMM: None if self.comm is None else str(self.comm),
             PREDICTED_STEP: None if self.predicted_step is None else repr(self.predicted_step),
             BUCKET_BYTES: _number_text(self.bucket_bytes),
+            KNOWN_LIMITS: None if self.known_limits is None else json.dumps(self.known_limits),
             MEASURE_FILE: self.measure_file,
             MEASURED_RANKS: _places_text(self.measured_ranks),
             REQUEUE_MARKER: self.requeue_marker,
@@ -129,6 +146,7 @@ class JobEnv:
             comm=_comm(env),
             predicted_step=_seconds(env, PREDICTED_STEP),
             bucket_bytes=_number(env, BUCKET_BYTES),
+            known_limits=_limits(env),
             measure_file=env.get(MEASURE_FILE),
             measured_ranks=_places(env, MEASURED_RANKS),
             requeue_marker=env.get(REQUEUE_MARKER),
@@ -209,6 +227,20 @@ def _seconds(env: Mapping[str, str], name: str) -> float | None:
     if not re.fullmatch(r"[0-9]+(\.[0-9]+)?(e[+-]?[0-9]{1,3})?", text):
         raise JobEnvError(f"{name}={text!r} is not a number of seconds >= 0")
     return float(text)
+
+
+def _limits(env: Mapping[str, str]) -> KnownLimits | None:
+    text = env.get(KNOWN_LIMITS)
+    if text is None:
+        return None
+    try:
+        model, precision, of_card = json.loads(text)
+        return KnownLimits(model, precision, {card: int(most) for card, most in of_card.items()})
+    except (ValueError, TypeError, AttributeError):
+        raise JobEnvError(
+            f"{KNOWN_LIMITS}={text!r} is not JSON such as "
+            '["ResNet", "bf16", {"NVIDIA H200": 512}]'
+        ) from None
 
 
 def _places(env: Mapping[str, str], name: str) -> tuple[tuple[str, str], ...] | None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ddp_slurm.curve import Curve
 from ddp_slurm.errors import DdpSlurmError, quoted
 from ddp_slurm.exchange import HIDDEN, Link, Network
+from ddp_slurm.job_env import KnownLimits
 from ddp_slurm.schema.fields import host_name, one_line, positive_number, seconds, word
 from ddp_slurm.schema.schema import Error, Invalid, Schema, key, mapping_of, short, tuple_of
 from ddp_slurm.schema.yaml_file import load_yaml, validate
@@ -152,6 +153,22 @@ class Speeds(NamedTuple):
     """By node name or GPU type; a node's own entry comes before its type's."""
     measured: Measured | None = None
     """None in a file without that key."""
+
+    def known_limits(self) -> KnownLimits | None:
+        """The most samples that each card runs at once; None where nothing was measured.
+
+        A card that took the largest measured batch is known to take that one. Of several entries
+        with one card the smallest counts.
+        """
+        measured = self.measured
+        if measured is None or measured.model is None or measured.precision is None:
+            return None
+        of_card: dict[str, int] = {}
+        for speed in self.entries.values():
+            largest = speed.max_batch or (speed.points[-1][0] if speed.points else None)
+            if speed.card is not None and largest is not None:
+                of_card[speed.card] = min(largest, of_card.get(speed.card, largest))
+        return KnownLimits(measured.model, measured.precision, of_card) if of_card else None
 
 
 def read_speeds(path: Path) -> Speeds:

@@ -157,6 +157,7 @@ class Plan:
 
     def job_env(self) -> JobEnv:
         """The plan as its ranks see it: each checks the world that it meets against it."""
+        speeds = self.options.balance.speeds
         return JobEnv(
             world_size=self.world_size,
             tasks_per_node=self.task_counts,
@@ -165,5 +166,6 @@ class Plan:
             balance=self.options.balance.kind,
             predicted_step=self.predicted_step,
             bucket_bytes=self.bucket_bytes,
+            known_limits=speeds.known_limits() if speeds else None,
             comm=None if self.options.comm == EXACT else self.options.comm,
         )

@@ -5,7 +5,8 @@ Every part can be used by itself, in your own loop.
 
 from ddp_slurm.balance import BalanceError, equal_shares, split_batch
 from ddp_slurm.training.data import DatasetSource, ResidentImages, ResidentTensors, Source
-from ddp_slurm.training.process_group.world import World, init_distributed
+from ddp_slurm.training.process_group.joining import init_distributed
+from ddp_slurm.training.process_group.world import World
 from ddp_slurm.training.snapshot import Snapshot, SnapshotError
 from ddp_slurm.training.trainer import Result, Trainer, TrainerConfig
 from ddp_slurm.training.uneven.batchnorm import BatchNormStatistics

@@ -75,13 +75,13 @@ class RunsCode:
 def be_or_meet_an_impostor(pipe: Connection, file: str) -> str:
     """Rank 0 is a stranger who sends a pickled object; the others are the job's ranks."""
     if os.environ["RANK"] == "0":
-        from ddp_slurm.training.process_group import world
+        from ddp_slurm.training.process_group import joining
 
         def send_object(meeting: Any, control: dist.ProcessGroup) -> None:
             dist.broadcast_object_list([RunsCode(file)], src=0, group=control)
             raise LaunchError("sent")
 
-        world._share_facts = send_object  # type: ignore[assignment]
+        joining._share_facts = send_object  # type: ignore[assignment]
     try:
         init_distributed(rendezvous_seconds=3.0)
     except (LaunchError, ValueError) as error:

@@ -11,6 +11,7 @@ from ddp_slurm.cluster import Cluster
 from ddp_slurm.exchange import HIDDEN, Link
 from ddp_slurm.job.options import JobOptions
 from ddp_slurm.job.speeds import SpeedsError, read_speeds
+from ddp_slurm.job_env import JobEnv, JobEnvError, KnownLimits
 from ddp_slurm.plan import Plan, PlanError, forecast_text, make_plan
 from ddp_slurm.plan.table import plan_table
 from ddp_slurm.schema.schema import Invalid
@@ -192,3 +193,32 @@ def test_auto_takes_the_fastest_nodes(uneven: Path) -> None:
 def test_auto_errors(uneven: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=re.escape(message)):
         plan_of(uneven, CARDS + SLOW_GAMMA, **{"nodes": "auto", **options})
+
+
+@pytest.mark.parametrize(
+    ("cards", "of_card"),
+    [
+        ("a: {points: [[8, 1], [64, 2]], max_batch: 40, card: RTX}", {"RTX": 40}),
+        ("a: {points: [[8, 1], [64, 2]], card: RTX}", {"RTX": 64}),
+        (
+            "a: {beta: 1, max_batch: 40, card: RTX}\nb: {beta: 1, max_batch: 9, card: RTX}",
+            {"RTX": 9},
+        ),
+        ("a: {points: [[8, 1]], max_batch: 40}", None),
+    ],
+)
+def test_ranks_know_the_micro_batches_of_the_file(
+    uneven: Path, cards: str, of_card: dict[str, int] | None
+) -> None:
+    entries = "titan: {beta: 1}\nv100: {beta: 1}\na100: {beta: 1}\n"
+    env = plan_of(uneven, entries + cards + "\n" + SLOW_GAMMA).job_env()
+    expected = of_card and KnownLimits("CifarResNet", "bf16", of_card)
+    assert env.known_limits == expected
+    assert JobEnv.from_environ(env.to_environ()).known_limits == expected
+    assert plan_of(uneven, entries + cards).job_env().known_limits is None
+
+
+@pytest.mark.parametrize("text", ["x", "3", '["m", "bf16"]', '["m", "bf16", {"RTX": "many"}]'])
+def test_known_limits_errors(text: str) -> None:
+    with pytest.raises(JobEnvError, match=r"DDP_SLURM_KNOWN_LIMITS=.* is not JSON such as"):
+        JobEnv.from_environ({"DDP_SLURM_KNOWN_LIMITS": text})

@@ -38,20 +38,22 @@ def measure_card(
 
     Raises DdpSlurmError where not even the smallest batch fits the memory.
     """
-    sizes = [size for size in SIZES if most is None or size <= most] or [most or 1]
+    most = SIZES[-1] if most is None else most
     trial = _Trial(step)
-    for size in sizes:
+    steps_up = 0
+    for size in SIZES:
         dist.barrier(group=control)
-        trial.grow(size)
-        if _all(trial.is_done, control):
+        trial.grow(min(size, most))
+        steps_up += 1
+        if _all(trial.is_done or size >= most, control):
             break
-    for size in sizes:  # again: a disturbance only counts if it lasts through both
+    for size in SIZES[:steps_up]:  # again: a disturbance only counts if it lasts through both
         dist.barrier(group=control)
-        if size in trial.seconds:
+        if size <= most and size in trial.seconds:
             trial.time(size, is_first=False)
     if not trial.seconds:
         raise DdpSlurmError(
-            f"a batch of {sizes[0]} samples does not fit the memory of {step.device}: "
+            f"a batch of {min(SIZES[0], most)} samples does not fit the memory of {step.device}: "
             "measure with a smaller model"
         )
     max_batch = max(trial.seconds) if trial.ran_out_of_memory else None
@@ -78,7 +80,7 @@ class _Trial:
         return self.ran_out_of_memory or max(self.seconds.values()) > LONG_STEP_SECONDS
 
     def grow(self, size: int) -> None:
-        if self.seconds and self.is_done:
+        if size in self.seconds or (self.seconds and self.is_done):
             return
         try:
             self.time(size, is_first=True)

@@ -3,6 +3,7 @@
 import platform
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,10 +17,11 @@ from ddp_slurm.errors import counted
 from ddp_slurm.files import write_whole
 from ddp_slurm.job_env import JobEnv, JobEnvError
 from ddp_slurm.training.exchange import all_gather_values
-from ddp_slurm.training.measure.cards import CardSpeed, measure_card
+from ddp_slurm.training.measure.cards import SIZES, CardSpeed, measure_card
 from ddp_slurm.training.measure.links import measure_links, rings_of
 from ddp_slurm.training.measure.overlap import measure_hidden
 from ddp_slurm.training.measure.speeds_file import RankSpeed, speeds_text
+from ddp_slurm.training.memory.micro_batch import find_micro_batch
 from ddp_slurm.training.process_group.facts import RankFacts
 from ddp_slurm.training.uneven.calibrate import TrainingStep, card_name
 
@@ -40,7 +42,7 @@ def measure_and_leave(
         control: a gloo group over all ranks.
         most: the most samples that are run at once; None has no limit.
     """
-    own = measure_card(step, control, most)
+    own = _measured_card(step, control, most)
     everyone = all_gather_values([own.points, own.max_batch, card_name(step.device)], control)
     speeds = [CardSpeed([(n, t) for n, t in points], most) for points, most, _ in everyone]
     cards = [card for _, _, card in everyone]
@@ -75,6 +77,14 @@ def measure_and_leave(
     raise SystemExit(0)
 
 
+def _measured_card(step: TrainingStep, control: dist.ProcessGroup, most: int | None) -> CardSpeed:
+    """Of this rank, with the micro-batch that its memory holds."""
+    asked = SIZES[-1] if most is None else most
+    limit = find_micro_batch(step, asked, control)
+    speed = measure_card(step, control, limit)
+    return replace(speed, max_batch=limit) if limit < asked else speed
+
+
 def gradient_bytes(model: nn.Module) -> int:
     """Of what a step exchanges."""
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
@@ -100,7 +110,7 @@ def _circumstances(step: TrainingStep) -> dict[str, Any]:
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "model": type(step.model).__name__,
-        "precision": step.precision or str(next(step.model.parameters()).dtype).split(".")[-1],
+        "precision": step.precision_name,
         "backend": dist.get_backend(),
         "versions": versions,
     }

@@ -1,11 +1,8 @@
-"""The start and the end of a distributed training: who takes part is checked before the first
-collective."""
+"""A rank's place among all ranks, what it measures with them, and how it leaves."""
 
-import atexit
 import os
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -19,38 +16,24 @@ from ddp_slurm.balance import planned_shares
 from ddp_slurm.comm import EXACT
 from ddp_slurm.job_env import MEASURED, JobEnv
 from ddp_slurm.rank_env import LaunchError, RankEnv
-from ddp_slurm.training.exchange import broadcast_value
 from ddp_slurm.training.links.layout import Layout
 from ddp_slurm.training.links.local_steps import LocalSteps
 from ddp_slurm.training.links.wrap import Links, attach, warn_at_end
 from ddp_slurm.training.measure.shares import shares_by_measuring
-from ddp_slurm.training.process_group.ending import print_errors_plainly
+from ddp_slurm.training.memory.micro_batch import find_micro_batch
 from ddp_slurm.training.process_group.facts import (
     RankFacts,
-    describe_this_rank,
-    facts_from_dict,
-    node_name,
 )
 from ddp_slurm.training.process_group.rendezvous import (
-    Meeting,
-    join_store,
     leave,
-    meet,
 )
 from ddp_slurm.training.process_group.start_group import (
     Membership,
-    set_device,
-    start_process_group,
-    watch_for_failure,
 )
-from ddp_slurm.training.process_group.startup_check import check_launch
-from ddp_slurm.training.process_group.stop_signal import catch_stop_signal, is_stop_requested
+from ddp_slurm.training.process_group.stop_signal import is_stop_requested
 from ddp_slurm.training.uneven.calibrate import TrainingStep
 from ddp_slurm.training.uneven.gradients import wrap_model
 from ddp_slurm.training.uneven.sample_batches import TrainingData, batch_reader
-
-_joined = False
-"""Whether this process has been part of a world."""
 
 
 @dataclass
@@ -131,6 +114,31 @@ class World:
             return self.planned_shares(global_batch)
         step = TrainingStep(model, loss_function, batch_reader(data, self.device), self.device)
         return shares_by_measuring(step, global_batch, self.ranks, self.control, max_batch)[0]
+
+    def micro_batch(
+        self,
+        share: int,
+        model: nn.Module,
+        loss_function: Callable[[Any, Any], Tensor],
+        data: TrainingData,
+        optimizer: Optimizer | None = None,
+    ) -> int:
+        """The most samples, up to ``share``, that this rank's GPU runs at once; on CPUs ``share``.
+
+        All ranks call it, before ``model`` is wrapped in DistributedDataParallel, under the same
+        ``torch.autocast`` as in training. It takes up to ten seconds, none where the job's file of
+        speeds has it; see ``memory.search``.
+
+        Args:
+            share: this rank's samples of a global batch.
+            model, loss_function, data: as of ``shares``.
+            optimizer: for the room that its state will take.
+
+        Raises MemoryTooSmall where not even the smallest batch fits.
+        """
+        read = batch_reader(data, self.device)
+        step = TrainingStep(model, loss_function, read, self.device, optimizer=optimizer)
+        return find_micro_batch(step, share, self.control)
 
     def wrap(
         self,
@@ -218,75 +226,3 @@ class World:
         the store when the interpreter ends, it would abort (pytorch issue 38228)."""
         if os.getpid() == process:
             self.close()
-
-
-def init_distributed(
-    *,
-    backend: str | None = None,
-    timeout_seconds: float = 600.0,
-    rendezvous_seconds: float = 180.0,
-) -> World:
-    """Join this process to the world that srun, torchrun or the local backend started.
-
-    In this order: RankEnv from the environment, the meeting of all ranks at rank 0's store, the
-    check of what they found against the plan (the job's variables, ``job_env``), the device, and
-    only then the process group.
-
-    Args:
-        backend: ``nccl`` or ``gloo``; None takes nccl where every rank has a GPU.
-        timeout_seconds: the longest that any collective may take.
-        rendezvous_seconds: the longest to wait for all ranks to arrive.
-
-    SIGUSR2, which the job's time limit sends ahead, sets ``World.stop_requested`` from the first
-    line on instead of ending the process: the ranks then meet, and stop after one step. An
-    exception that nobody catches ends all ranks, see ``failure``.
-
-    Raises LaunchError on every rank, with rank, host, expected and found, for a world that is not
-    the planned one. A process can join one world only: rank 0's store, which may still have
-    readers, keeps the port.
-    """
-    global _joined
-    started = time.monotonic()
-    catch_stop_signal()
-    print_errors_plainly(f"process {os.getpid()} on {node_name()}")
-    env = RankEnv.from_environ()
-    print_errors_plainly(f"rank {env.rank} on {node_name()}")
-    _check_joins_once(env)
-    check_launch(env)
-    arrival = describe_this_rank(env, use_gpus=backend != "gloo")
-    store = join_store(arrival, rendezvous_seconds)
-    _joined = True
-    meeting = meet(store, arrival, rendezvous_seconds)
-    watch = watch_for_failure(meeting, arrival, rendezvous_seconds, timeout_seconds)
-    device = set_device(meeting.env, arrival)
-    backend = backend or ("nccl" if arrival.gpus else "gloo")
-    control = start_process_group(meeting, backend, device, timeout_seconds)
-    ranks = _share_facts(meeting, control)
-    if watch is not None:
-        watch.peers.places = [fact.place for fact in ranks]
-        watch.look_at_group(device)
-    world = World(
-        env=meeting.env,
-        device=device,
-        backend=backend,
-        control=control,
-        ranks=ranks,
-        rendezvous_seconds=time.monotonic() - started,
-        _membership=Membership(watch, timeout_seconds),
-    )
-    atexit.register(world._leave_at_exit, os.getpid())
-    return world
-
-
-def _check_joins_once(env: RankEnv) -> None:
-    if _joined:
-        raise LaunchError(
-            f"rank {env.rank}: init_distributed a second time in this process; use the first one's "
-            "world for all of it"
-        )
-
-
-def _share_facts(meeting: Meeting, control: dist.ProcessGroup) -> list[RankFacts]:
-    # By broadcast and not through the store, which would send it from one socket to each rank.
-    rows = broadcast_value([asdict(fact) for fact in meeting.facts], control)
-    return [facts_from_dict(values) for values in rows]

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_slurm.balance import BalanceError
+from ddp_slurm.errors import quoted
 from ddp_slurm.training.snapshot import Snapshot
 from ddp_slurm.training.trainer.records import Recorder
 from ddp_slurm.training.uneven.weighted_loss import TargetWeight
@@ -23,9 +25,10 @@ class TrainerConfig:
     shares: Sequence[int] | None = None
     """Samples of the global batch per rank, their sum ``global_batch``; 0 is allowed. None: those
     of the job's plan, measured at the start with ``--balance measured``, equal without a plan."""
-    micro_batch: int | None = None
+    micro_batch: int | Literal["auto"] | None = "auto"
     """The most samples that a rank runs at once; a larger share is accumulated over several
-    backward passes. None: the whole share."""
+    backward passes. ``auto``: what each rank's GPU holds, found by trying at the start or taken
+    from the file of speeds; on CPUs the whole share. None: the whole share."""
     target_weight: TargetWeight | None = None
     """Targets to the sum of their weights, if ``loss_function`` divides by it instead of by the
     number of samples: class weights, ignored targets, tokens. None: known for ``cross_entropy``,
@@ -64,12 +67,16 @@ class TrainerConfig:
     """Print warnings only. The recorders still get everything."""
 
     def __post_init__(self) -> None:
-        if self.micro_batch is not None and self.micro_batch < 1:
+        if isinstance(self.micro_batch, str) and self.micro_batch != "auto":
+            raise BalanceError(
+                f"micro_batch {quoted(self.micro_batch)}: expected a number, 'auto' or None"
+            )
+        if isinstance(self.micro_batch, int) and self.micro_batch < 1:
             raise BalanceError(f"micro_batch {self.micro_batch}: expected at least 1")
         if self.global_batch < 1:
             raise BalanceError(f"global_batch {self.global_batch}: expected at least 1")
 
     @property
     def most_at_once(self) -> int:
-        """The most samples of one forward pass."""
-        return self.global_batch if self.micro_batch is None else self.micro_batch
+        """The most samples of one forward pass; the global batch where it is not a number."""
+        return self.micro_batch if isinstance(self.micro_batch, int) else self.global_batch

@@ -84,7 +84,7 @@ class OptimizerStep:
         self._check_loss = config.check_loss
         self._world_size = world.world_size
         self._clip_norm = config.clip_norm
-        self._most_at_once = config.most_at_once
+        self.most_at_once = config.most_at_once
         self._syncs_batchnorm = has_sync_batchnorm(model)
 
     def run(self, inputs: Tensor, targets: Tensor, counts: Sequence[int]) -> None:
@@ -113,7 +113,7 @@ class OptimizerStep:
     def _rounds(self, own: int, largest: int) -> int:
         # SyncBatchNorm's forward waits for all ranks, so all run equally many micro-batches.
         samples = largest if self._syncs_batchnorm else own
-        return max(1, -(-samples // self._most_at_once))
+        return max(1, -(-samples // self.most_at_once))
 
     def _reduction(self, *, is_last: bool) -> AbstractContextManager[object]:
         """Only the last micro-batch's backward sends gradients."""

@@ -1,6 +1,5 @@
 """A training loop for uneven ranks: exact gradients, snapshots, a stop before the time limit."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_slurm.balance import BalanceError
 from ddp_slurm.comm import EXACT
 from ddp_slurm.errors import DdpSlurmError
-from ddp_slurm.job_env import MEASURED, JobEnv
+from ddp_slurm.job_env import JobEnv
 from ddp_slurm.training.data import DataError, Source, as_source
-from ddp_slurm.training.measure.shares import shares_by_measuring
 from ddp_slurm.training.process_group import World
 from ddp_slurm.training.process_group.stop_signal import stop_when_preempted
 from ddp_slurm.training.process_group.stop_vote import StopVote
@@ -25,6 +22,7 @@ from ddp_slurm.training.trainer.progress import Progress
 from ddp_slurm.training.trainer.records import Records, open_recorder
 from ddp_slurm.training.trainer.report import print_prediction, print_rank_table, say
 from ddp_slurm.training.trainer.saver import Saver
+from ddp_slurm.training.trainer.split import choose_split
 from ddp_slurm.training.trainer.step import OptimizerStep, check_scaler
 from ddp_slurm.training.uneven.batchnorm import BatchNormStatistics
 from ddp_slurm.training.uneven.calibrate import TrainingStep, slowest_step
@@ -93,14 +91,13 @@ class Trainer:
         self.train_data: Source = as_source(train_data, world.device)
         self.eval_data = None if eval_data is None else as_source(eval_data, world.device)
         self.precision = choose_precision(config.precision, world.ranks)
-        self.predicted_step = JobEnv.from_environ().predicted_step
+        self.split = choose_split(world, config, self._training_step(), len(self.train_data))
         self.seen_steps: list[float] = []
-        self.sampler = self._make_sampler()
+        shares = self.split.shares
+        self.sampler = BalancedSampler(len(self.train_data), shares, world.rank, seed=config.seed)
         self.batchnorm = BatchNormStatistics(model)
         check_scaler(self.precision)
-        self.optimizer_step = OptimizerStep(
-            world, self._wrapped(), optimizer, self.loss, self.precision, config
-        )
+        self.optimizer_step = self._make_step()
         self.epoch, self.samples_done, self.step = 0, 0, 0
         self.records = Records(config.recorders)
         self._saver = Saver(self)
@@ -138,7 +135,7 @@ class Trainer:
         self._vote.result()
         self.world.average()
         if self._prints:
-            print_prediction(self.predicted_step, self.seen_steps, self.config.global_batch)
+            print_prediction(self.split.predicted_step, self.seen_steps, self.config.global_batch)
         return Result(True, self.step, metrics)
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
@@ -161,7 +158,7 @@ class Trainer:
             rank=self.world.rank,
             shares=self.sampler.shares,
             precision=self.precision,
-            batch_size=min(EVALUATION_BATCH, self.config.micro_batch or EVALUATION_BATCH),
+            batch_size=self._evaluation_batch(),
         )
         if self._prints:
             accuracy = f"  accuracy {metrics['accuracy']:.4f}" if "accuracy" in metrics else ""
@@ -169,29 +166,17 @@ class Trainer:
             say(f"{place}  evaluation loss {metrics['loss']:.4f}{accuracy}")
         return metrics
 
-    def _make_sampler(self) -> BalancedSampler:
-        config, world = self.config, self.world
-        if len(self.train_data) == 0:
-            raise BalanceError("the training data have no samples")
-        is_measurement = JobEnv.from_environ().measure_file is not None
-        given = None if is_measurement else config.shares
-        shares = self._choose_shares() if given is None else given
-        if len(shares) != world.world_size or sum(shares) != config.global_batch:
-            raise BalanceError(
-                f"shares {list(shares)}: expected {world.world_size} shares with the sum "
-                f"{config.global_batch}, got {len(shares)} with the sum {sum(shares)}"
-            )
-        return BalancedSampler(len(self.train_data), shares, world.rank, seed=config.seed)
+    def _evaluation_batch(self) -> int:
+        """The most samples of one forward pass: fewer where the micro-batch is limited."""
+        limit = self.optimizer_step.most_at_once
+        is_limited = limit < self.sampler.shares[self.world.rank]
+        is_limited |= isinstance(self.config.micro_batch, int)
+        return min(EVALUATION_BATCH, limit) if is_limited else EVALUATION_BATCH
 
-    def _choose_shares(self) -> Sequence[int]:
-        config, world = self.config, self.world
-        if JobEnv.from_environ().balance != MEASURED:
-            return world.planned_shares(config.global_batch)
-        step, limit = self._training_step(), config.micro_batch
-        shares, self.predicted_step = shares_by_measuring(
-            step, config.global_batch, world.ranks, world.control, limit
-        )
-        return shares
+    def _make_step(self) -> OptimizerStep:
+        model = self._wrapped()
+        config = replace(self.config, micro_batch=self.split.micro_batch)
+        return OptimizerStep(self.world, model, self.optimizer, self.loss, self.precision, config)
 
     def _wrapped(self) -> nn.Module:
         if self.world.world_size == 1:
@@ -200,8 +185,9 @@ class Trainer:
         shares = self.sampler.shares
         seconds = None
         if comm.kind == "auto" and not comm.is_exact:
-            limit = self.config.micro_batch
-            seconds = slowest_step(self._training_step(), shares, self.world.control, limit)
+            seconds = slowest_step(
+                self._training_step(), shares, self.world.control, self.split.micro_batch
+            )
         return self.world.wrap(self.module, self.optimizer, shares, seconds)
 
     def _training_step(self) -> TrainingStep:

@@ -50,7 +50,15 @@ class TrainingStep:
     optimizer: Optimizer | None = None
     """Over the model's parameters; its step is in the times of ``ddp-slurm measure``."""
     precision: str | None = None
-    """fp32, fp16 or bf16, for a person; None: that of the parameters."""
+    """fp32, fp16 or bf16; None: that of the parameters."""
+
+    @property
+    def precision_name(self) -> str:
+        """As the file of speeds has it."""
+        dtype = next(self.model.parameters()).dtype
+        if torch.is_autocast_enabled():
+            dtype = torch.get_autocast_dtype("cuda")
+        return self.precision or str(dtype).split(".")[-1]
 
 
 def measured_shares(
