@@ -277,7 +277,9 @@ _ddp_start_ranks() {
   unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_NNODES SLURM_NODELIST SLURM_JOB_NODELIST
   unset SLURM_JOB_NUM_NODES SLURM_JOB_CPUS_PER_NODE SLURM_MEM_PER_NODE
   # --kill-on-bad-exit: one dead rank ends the others, which would hold their GPUs until a time-out.
-  exec srun --label --kill-on-bad-exit=1 \
+  # --wait=0: a site's WaitTime would kill those that end later than the first, as rank 0 may, which
+  # saves.
+  exec srun --label --kill-on-bad-exit=1 --wait=0 \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=8 \
     "${_ddp_command[@]}" : \
     --nodes=1 --ntasks=2 --ntasks-per-node=2 --cpus-per-task=8 \

@@ -1,5 +1,8 @@
 """Hugging Face Accelerate as its own documentation writes it."""
 
+import os
+import sys
+
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -24,3 +27,5 @@ print(
     f"weight={weight:.6f} bias={bias:.6f}"
 )
 accelerator.end_training()
+sys.stdout.flush()
+os._exit(0)  # gloo may abort a Python that ends: pytorch issue 190489

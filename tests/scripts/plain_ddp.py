@@ -1,6 +1,7 @@
 """The torchrun style of the tutorials: LOCAL_RANK, init_process_group, DDP, DistributedSampler."""
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -30,3 +31,5 @@ print(
     f"weight={weight:.6f} bias={bias:.6f}"
 )
 dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # gloo may abort a Python that ends: pytorch issue 190489

@@ -207,7 +207,7 @@ def test_lost_node_without_restarts_ends_the_job(fragile_lab: Lab, submit: Submi
 
 
 SAVES_AND_STOPS = """
-trap 'sleep 2; [[ $SLURM_PROCID != 0 ]] || touch "$DDP_SLURM_REQUEUE_MARKER"; exit 0' USR2
+trap '[[ $SLURM_PROCID != 0 ]] || { sleep 4; touch "$DDP_SLURM_REQUEUE_MARKER"; }; exit 0' USR2
 touch "ready.$SLURM_PROCID"
 while :; do sleep 0.1; done
 """
@@ -232,6 +232,8 @@ def test_requeue_waits_for_a_slurmctld_that_is_away(
 URGENT = (
     "PartitionName=urgent Nodes=gamma,beta,alpha PriorityTier=10 PreemptMode=OFF State=UP\n"
     "PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\n"
+    # Rank 0 ends later than the others.
+    "WaitTime=1\n"
 )
 
 

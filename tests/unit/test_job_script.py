@@ -23,8 +23,8 @@ def test_srun_gets_every_segment_without_the_batch_shells_sizes(
     sizes = dict.fromkeys(names, "9")
     assert job.run(RECORD=str(tmp_path / "argv"), **sizes) == 0, job.log
     argv = (tmp_path / "argv").read_text().split("\0")[:-1]
-    assert argv[:2] == ["--label", "--kill-on-bad-exit=1"]
-    segments = " ".join(argv[2:]).split(" : ")
+    assert argv[:3] == ["--label", "--kill-on-bad-exit=1", "--wait=0"]
+    segments = " ".join(argv[3:]).split(" : ")
     assert [segment.split(" python ")[0] for segment in segments] == [
         "--nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=8",
         "--nodes=1 --ntasks=2 --ntasks-per-node=2 --cpus-per-task=8",

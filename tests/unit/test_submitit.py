@@ -170,7 +170,7 @@ def test_the_script(
         "export SUBMITIT_EXECUTOR=het_slurm\n",
         "#SBATCH --requeue\n",
         "#SBATCH --signal=USR2@90\n",
-        "srun --label --kill-on-bad-exit=1",
+        "srun --label --kill-on-bad-exit=1 --wait=0",
     ):
         assert line in script
     assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).stderr == ""

@@ -5,11 +5,17 @@ import contextlib
 import os
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 
 from ddp_slurm.errors import DdpSlurmError
 
 LINE_SECONDS = 2.0
+GLOO_SECONDS = 5.0
+GLOO_THREAD = "pt_gloo_runloop"
+"""Linux's name of the threads that run gloo's collectives."""
 
 
 def print_last(text: str) -> None:
@@ -63,3 +69,26 @@ class Deadline:
         line.start()
         line.join(LINE_SECONDS)
         os._exit(self._status)
+
+
+def let_gloo_rest() -> None:
+    """Wait until gloo's threads have nothing to do, some seconds at most; before Python ends.
+
+    Such a thread may still hold a collective of a backward for which nobody waits any more. To drop
+    it it needs the interpreter, and one that is ending aborts the process instead, with "terminate
+    called without an active exception" (pytorch issue 190489).
+    """
+    give_up = time.monotonic() + GLOO_SECONDS
+    rests = 0
+    while rests < 2 and time.monotonic() < give_up and any(_gloo_states()):
+        time.sleep(0.01)  # a thread that waits for the interpreter now gets it
+        rests = rests + 1 if set(_gloo_states()) == {"S"} else 0
+
+
+def _gloo_states() -> Iterator[str]:
+    """Of each of gloo's threads: R for one that runs or waits for a core, S for one that sleeps."""
+    for thread in Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            name, _, rest = thread.read_text().partition("(")[2].rpartition(")")
+            if name == GLOO_THREAD:
+                yield rest.split()[0]

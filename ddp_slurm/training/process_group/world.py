@@ -21,6 +21,7 @@ from ddp_slurm.training.links.local_steps import LocalSteps
 from ddp_slurm.training.links.wrap import Links, attach, warn_at_end
 from ddp_slurm.training.measure.shares import shares_by_measuring
 from ddp_slurm.training.memory.micro_batch import find_micro_batch
+from ddp_slurm.training.process_group.ending import let_gloo_rest
 from ddp_slurm.training.process_group.facts import (
     RankFacts,
 )
@@ -226,3 +227,4 @@ class World:
         the store when the interpreter ends, it would abort (pytorch issue 38228)."""
         if os.getpid() == process:
             self.close()
+            let_gloo_rest()

@@ -4,6 +4,7 @@ What ``python -m ddp_slurm.run --uneven`` becomes: as Python itself it runs a sc
 text, in a process whose DataLoader and DistributedDataParallel know the shares.
 """
 
+import atexit
 import io
 import os
 import runpy
@@ -12,6 +13,7 @@ import types
 
 from ddp_slurm.console import say
 from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.training.process_group.ending import let_gloo_rest
 from ddp_slurm.training.scripts.errors import UnevenError
 from ddp_slurm.training.scripts.install import install
 
@@ -41,6 +43,7 @@ def run(argv: list[str]) -> None:
 def main(argv: list[str]) -> int:
     try:
         ddp_modules = install()
+        atexit.register(let_gloo_rest)
         run(argv)
         if ddp_modules is not None and not ddp_modules.has_any:
             raise UnevenError(

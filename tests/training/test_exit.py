@@ -1,0 +1,55 @@
+"""A rank whose script has ended leaves with the script's status."""
+
+import os
+import subprocess
+import sys
+
+from .worlds import rank_environments
+
+# In a world of one rank, and in a gloo group of two within this process: when the script has ended,
+# a thread of gloo's is still busy, and then needs the interpreter.
+BUSY_THREAD = """
+import hashlib
+import threading
+import torch
+from torch import distributed as dist
+{begin}
+store = dist.HashStore()
+groups = {{}}
+
+
+def join(rank):
+    groups[rank] = dist.ProcessGroupGloo(store, rank, 2)
+
+
+threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+work = groups[0].allreduce([torch.ones(1)])
+work.get_future().then(lambda future: hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000))
+groups[1].allreduce([torch.ones(1)]).wait()
+work.get_future().wait()
+print("ends")
+"""
+IN_A_WORLD = """
+from ddp_slurm.training import init_distributed
+world = init_distributed(backend="gloo")
+"""
+
+
+def run(*argv: str) -> "subprocess.CompletedProcess[str]":
+    environ = {**os.environ, **rank_environments([1])[0]}
+    command = [sys.executable, *argv]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+
+
+def test_script_ends_well_while_gloo_is_busy() -> None:
+    done = run("-c", BUSY_THREAD.format(begin=IN_A_WORLD))
+    assert (done.returncode, done.stdout) == (0, "ends\n"), done.stderr
+
+
+def test_uneven_script_ends_well_while_gloo_is_busy() -> None:
+    done = run("-m", "ddp_slurm.training.scripts", "-c", BUSY_THREAD.format(begin=""))
+    assert (done.returncode, done.stdout) == (0, "ends\n"), done.stderr
