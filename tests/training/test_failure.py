@@ -11,6 +11,7 @@ from subprocess import PIPE
 
 import pytest
 
+from ddp_slurm.training.process_group.failure import is_failed_collective
 from tests.conftest import without_launcher
 
 from .joining import (
@@ -259,3 +260,19 @@ def test_script_that_does_not_close_its_world_ends_well(tmp_path: Path, how: str
     assert [rank.returncode for rank in done] == [0, 0, 0], done
     assert all(rank.stdout == "end of the script\n" for rank in done)
     assert all("terminate called" not in rank.stderr for rank in done)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[/pytorch/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:52914",
+        "Application timeout caused pair closure",
+        "Timed out waiting 40000ms for recv operation to complete",
+        "Read timeout 127.0.0.1",
+        "NCCL communicator was aborted on rank 3",
+    ],
+)
+def test_collective_that_another_rank_breaks_is_no_cause(text: str) -> None:
+    """The rank looks for the cause before it reports itself."""
+    assert is_failed_collective(RuntimeError(text))
+    assert not is_failed_collective(ValueError(text))

@@ -44,7 +44,8 @@ LEAST_SILENCE_SECONDS = 20.0
 """A rank that is silent for a shorter time may only be busy."""
 
 LOST_CONNECTION = re.compile(
-    "gloo/transport|NCCL|[Cc]onnection (closed|reset|refused)|[Tt]imed out|Broken pipe|[Ss]ocket"
+    "gloo/transport|pair closure|NCCL|[Cc]onnection (closed|reset|refused)|[Tt]imed out|[Tt]imeout"
+    "|Broken pipe|[Ss]ocket"
 )
 
 
