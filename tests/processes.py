@@ -3,6 +3,7 @@
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 
@@ -15,3 +16,11 @@ def running(command: list[str], **settings: Any) -> Iterator[subprocess.Popen[st
             yield process
         finally:
             process.kill()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs: one that has ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

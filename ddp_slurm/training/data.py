@@ -1,5 +1,6 @@
 """Training data as a Source: batches on the rank's device, by position in the epoch's order."""
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -16,9 +17,12 @@ from torch.utils.data import (
 )
 
 from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.training.process_group.ending import die_with_parent
 from ddp_slurm.training.uneven.sampler import emptied, seed_of
 
 SHIFT_PIXELS = 4
+SAVING_SECONDS = 60
+"""How long a loader worker outlives SIGTERM; Slurm itself ends it after KillWait."""
 
 Span = tuple[int, int]
 """Start and stop of a batch in the epoch's order."""
@@ -185,6 +189,7 @@ class DatasetSource:
             collate_fn=self.collate,
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator().manual_seed(seed),
+            worker_init_fn=outlive_sigterm,
         )
         batches = iter(loader)
         for start, stop in spans:
@@ -194,6 +199,16 @@ class DatasetSource:
                 inputs.to(self.device, non_blocking=True),
                 targets.to(self.device, non_blocking=True),
             )
+
+
+def outlive_sigterm(worker: int) -> None:
+    """Called in each loader worker: it ends with its rank, not before.
+
+    Slurm sends the SIGTERM of a preemption to all processes of a job, and the ranks then still take
+    steps until all of them have agreed to save.
+    """
+    die_with_parent()
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(SAVING_SECONDS))
 
 
 def _checked_pair(batch: Any) -> Batch:

@@ -1,8 +1,13 @@
 """A rank whose script has ended leaves with the script's status."""
 
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
+
+from tests.processes import is_alive, running
+from tests.waiting import wait_until
 
 from .worlds import rank_environments
 
@@ -53,3 +58,30 @@ def test_script_ends_well_while_gloo_is_busy() -> None:
 def test_uneven_script_ends_well_while_gloo_is_busy() -> None:
     done = run("-m", "ddp_slurm.training.scripts", "-c", BUSY_THREAD.format(begin=""))
     assert (done.returncode, done.stdout) == (0, "ends\n"), done.stderr
+
+
+# The agent of torchrun, as far as a rank sees it: its parent has that name.
+TORCHRUN = """
+import subprocess, sys
+
+subprocess.run([sys.executable, "-c", sys.argv[1]])
+"""
+RANK = """
+import os, time
+from ddp_slurm.training import init_distributed
+
+init_distributed(backend="gloo")
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+def test_rank_dies_with_a_killed_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "torchrun").write_text(TORCHRUN)
+    command = [sys.executable, str(tmp_path / "torchrun"), RANK]
+    environ = {**os.environ, **rank_environments([1])[0]}
+    with running(command, env=environ) as torchrun:
+        assert torchrun.stdout is not None
+        rank = int(torchrun.stdout.readline())
+        torchrun.send_signal(signal.SIGKILL)
+        wait_until(lambda: not is_alive(rank), seconds=10)

@@ -1,12 +1,17 @@
 """The Trainer saves and stops when its job is preempted, and ends at any other SIGTERM."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from tests.processes import is_alive
+from tests.waiting import wait_until
 
 from .trainer_worker import Run, train
 from .worlds import World, world
@@ -58,6 +63,43 @@ def test_preempted_training_saves_and_stops(
     assert [report.finished for report in reports] == [False, False]
     assert (tmp_path / "s.pt").exists()
     assert (tmp_path / "requeue").exists()
+
+
+def children(pid: int | None) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if stat.read_text().rpartition(")")[2].split()[1] == str(pid):
+                found.append(int(stat.parent.name))
+    return found
+
+
+def test_loader_workers_last_until_the_ranks_have_saved(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    """Slurm sends SIGTERM to them as well."""
+    (tmp_path / "tools" / "squeue").write_text(SQUEUE.format(preempted="2026-11-28T15:04:09"))
+    run = replace(run_of(tmp_path), samples=8000, noisy=True, workers=2)
+    with world(tmp_path / "run", (1, 1), train, run, environ=environ) as running:
+        send_term(running, tmp_path, ranks=())
+        workers = [pid for process in running.processes for pid in children(process.pid)]
+        assert len(workers) == 4
+        for pid in [*workers, *(process.pid for process in running.processes)]:
+            assert pid is not None
+            os.kill(pid, signal.SIGTERM)
+        assert [running.receive(rank).finished for rank in range(2)] == [False, False]
+        assert running.wait() == [0, 0], running.all_logs()
+    assert (tmp_path / "s.pt").exists()
+
+
+def test_loader_workers_end_with_a_killed_rank(tmp_path: Path) -> None:
+    run = replace(run_of(tmp_path), samples=8000, noisy=True, workers=2)
+    with world(tmp_path / "run", (1, 1), train, run) as running:
+        for rank in range(2):
+            running.receive(rank)
+        workers = children(running.processes[1].pid)
+        running.signal(1, signal.SIGKILL)
+        wait_until(lambda: not any(map(is_alive, workers)), seconds=4)  # torch itself needs 5 s
 
 
 @pytest.mark.parametrize("has_marker", [True, False])

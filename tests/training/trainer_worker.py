@@ -2,6 +2,7 @@
 
 import builtins
 import contextlib
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +44,8 @@ class Run:
     fill: tuple[Path, int] | None = None
     poison: tuple[int, int] | None = None
     noisy: bool = False
+    workers: int = 0
+    """Of the loader of noisy data."""
     frozen: bool = False
 
 
@@ -214,8 +217,10 @@ def _training_data(run: Run, world: RankWorld) -> Any:
     if run.poison:
         inputs[run.poison[0]] = float("inf")
     data: Any = RecordingSource(inputs, targets, world.device)
+    # As in a process that is no child of the tests' server.
+    multiprocessing.set_start_method("fork", force=True)
     if run.noisy:
-        data = DatasetSource(NoisyData(inputs, targets), world.device)
+        data = DatasetSource(NoisyData(inputs, targets), world.device, workers=run.workers)
     data.seen = []
     return data
 

@@ -2,7 +2,9 @@
 time."""
 
 import contextlib
+import ctypes
 import os
+import signal
 import sys
 import threading
 import time
@@ -13,6 +15,9 @@ from types import TracebackType
 from ddp_slurm.errors import DdpSlurmError
 
 LINE_SECONDS = 2.0
+PR_SET_PDEATHSIG = 1
+"""From linux/prctl.h."""
+TORCHRUN = (b"torchrun", b"torch.distributed.run", b"ddp_slurm.torchrun_agent")
 GLOO_SECONDS = 5.0
 GLOO_THREAD = "pt_gloo_runloop"
 """Linux's name of the threads that run gloo's collectives."""
@@ -41,6 +46,20 @@ def print_errors_plainly(place: str) -> None:
         os._exit(error.exit_status)  # a hook cannot change the status in another way
 
     sys.excepthook = on_uncaught
+
+
+def die_with_parent() -> None:
+    """From now on Linux kills this process when the thread ends that has started it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def die_with_torchrun() -> None:
+    """torchrun ends its ranks itself, unless it is killed."""
+    parent = Path(f"/proc/{os.getppid()}/cmdline")
+    with contextlib.suppress(OSError):
+        words = parent.read_bytes().split(b"\0")
+        if any(os.path.basename(word) in TORCHRUN for word in words):
+            die_with_parent()
 
 
 class Deadline:

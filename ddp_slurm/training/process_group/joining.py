@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ddp_slurm.rank_env import LaunchError, RankEnv
 from ddp_slurm.training.exchange import broadcast_value
-from ddp_slurm.training.process_group.ending import print_errors_plainly
+from ddp_slurm.training.process_group.ending import die_with_torchrun, print_errors_plainly
 from ddp_slurm.training.process_group.facts import (
     RankFacts,
     describe_this_rank,
@@ -58,6 +58,7 @@ def init_distributed(
     """
     global _joined
     started = time.monotonic()
+    die_with_torchrun()
     catch_stop_signal()
     print_errors_plainly(f"process {os.getpid()} on {node_name()}")
     env = RankEnv.from_environ()
