@@ -24,6 +24,15 @@ NEEDS_VARIABLES = re.compile(
     r"DistributedDataParallel|init_process_group|\b(Accelerator|Trainer|Fabric)\("
 )
 """What scripts for torchrun have in them."""
+ACCELERATORS = (
+    "/dev/nvidia[0-9]*",
+    "/dev/kfd",
+    "/dev/dxg",
+    "/dev/dri/render*",
+    "/dev/davinci*",
+    "/dev/accel*",
+)
+"""Device files of NVIDIA, AMD, Windows' Linux, Intel, Huawei and others."""
 PYTHON = re.compile(r"python[0-9.]*")
 
 

@@ -136,9 +136,25 @@ def pytorch_lightning_callbacks() -> list[Any]:
 
 def fabric_callbacks() -> list[Any]:
     """Entry point of ``lightning.fabric``, called by each Fabric."""
-    if _is_launched():
-        _adapt("lightning.fabric")
-    return []
+    if not _is_launched():
+        return []
+    _adapt("lightning.fabric")
+    return [FabricWorldCheck()]
+
+
+class FabricWorldCheck:
+    """A Fabric without ``strategy="ddp"`` would silently train alone on every rank."""
+
+    def on_after_setup(self, fabric: Any, module: Any) -> None:
+        _check_world(fabric.world_size, "Fabric", 'Fabric(strategy="ddp", devices="auto")')
+
+
+def _check_world(found: int, what: str, remedy: str) -> None:
+    world_size = RankEnv.from_environ().world_size
+    if found != world_size:
+        raise DdpSlurmError(
+            f"the {what} has {found} ranks, the launcher started {world_size}; use {remedy}"
+        )
 
 
 def _is_launched() -> bool:
@@ -180,12 +196,8 @@ def _world_check(package: str) -> Any:
         """A Trainer without ``strategy="ddp"`` would silently train alone on every rank."""
 
         def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-            world_size = RankEnv.from_environ().world_size
-            if trainer.world_size != world_size:
-                raise DdpSlurmError(
-                    f"the Trainer has {trainer.world_size} ranks, the launcher started "
-                    f'{world_size}; use Trainer(strategy="ddp", devices="auto", num_nodes=...)'
-                )
+            remedy = 'Trainer(strategy="ddp", devices="auto", num_nodes=...)'
+            _check_world(trainer.world_size, "Trainer", remedy)
 
     return WorldCheck()
 

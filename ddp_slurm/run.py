@@ -12,21 +12,18 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from ddp_slurm.errors import DdpSlurmError
-from ddp_slurm.launchers import CommandError, launcher_error, launcher_in, uneven_command
+from ddp_slurm.launchers import (
+    ACCELERATORS,
+    CommandError,
+    launcher_error,
+    launcher_in,
+    uneven_command,
+)
 from ddp_slurm.rank_env import RankEnv, tasks_per_node
 
 USAGE = """\
 usage: python -m ddp_slurm.run [--uneven] CMD ...
        (inside an srun step, or another launcher's rank)"""
-ACCELERATORS = (
-    "/dev/nvidia[0-9]*",
-    "/dev/kfd",
-    "/dev/dxg",
-    "/dev/dri/render*",
-    "/dev/davinci*",
-    "/dev/accel*",
-)
-"""Device files of NVIDIA, AMD, Windows' Linux, Intel, Huawei and others."""
 
 
 def script_environ(environ: Mapping[str, str]) -> dict[str, str]:

@@ -48,6 +48,7 @@ def step_processes(plan: Plan, environ: Mapping[str, str]) -> Iterator[Process]:
                 environ={
                     **shared,
                     **_component_environ(plan, rank),
+                    "SLURM_JOB_NUM_NODES": str(len(plan.components[rank.component].nodes)),
                     **_rank_environ(rank, on_node, own_devices),
                 },
             )

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ddp_slurm import job_env
 from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.launchers import ACCELERATORS
 from ddp_slurm.plan import Plan
 from ddp_slurm.rank_env import FIRST_PORT, PORT_COUNT
 from ddp_slurm.render.containers import FOLDER_CHECK
@@ -72,6 +73,7 @@ def _srun_values(plan: Plan) -> dict[str, object]:
 def _torchrun_values(plan: Plan) -> dict[str, object]:
     passes_signal_on = plan.options.signal_seconds is not None
     return {
+        "accelerators": " ".join(ACCELERATORS),
         "agent": "ddp_slurm.torchrun_agent" if passes_signal_on else "torch.distributed.run",
         "interpreter": shell_words([plan.options.interpreter]),
         "rendezvous_seconds": RENDEZVOUS_SECONDS,

@@ -27,6 +27,14 @@ nodes:
   - {name: alpha, gpus: {type: a100, count: 4}}
 """
 SCRIPTS = Path(__file__).parents[1] / "scripts"
+ALONE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29467",
+    "OMP_NUM_THREADS": "1",
+}
 LIMIT = "--time=10"  # minutes: seven times "import lightning" is slow on a busy machine
 pytestmark = pytest.mark.timeout(900)
 
@@ -61,7 +69,7 @@ def results(output: str) -> dict[int, str]:
         ("srun", ["plain_ddp.py"]),
         ("srun", ["accelerate_script.py"]),
         ("srun", ["lightning_script.py", "auto", "3"]),
-        ("torchrun", ["plain_ddp.py"]),
+        ("torchrun", ["accelerate_script.py"]),
         ("torchrun", ["lightning_script.py", "auto", "3"]),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
@@ -82,6 +90,47 @@ def test_every_rank_is_in_one_world(
     assert answer, found[0]
     assert float(answer[1]) == pytest.approx(3, abs=0.05)
     assert float(answer[2]) == pytest.approx(1, abs=0.05)
+
+
+def test_uneven_script_trains_as_one_process(
+    live_lab: Lab, run_job: RunJob, tmp_path: Path, clean_environ: dict[str, str]
+) -> None:
+    """``uneven: true`` through sbatch: shares 1, 2, 2 and 4 times 4 of a global batch of 49."""
+    loop = [str(SCRIPTS / "uneven" / "plain.py")]
+    data = ["200", "2"]  # samples; micro-batches of an optimizer step
+    alone = subprocess.Popen(
+        [sys.executable, "-m", "ddp_slurm.run", *loop, "49", *data],
+        env={**clean_environ, **ALONE},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    text = script(
+        tmp_path,
+        command=["python", *loop, "7", *data],
+        uneven="true",
+        global_batch_size="49",
+        balance="titan=1,v100=2,a100=4",
+    )
+    job = run_job(live_lab, text, LIMIT, env=environ(tmp_path))
+    _, expected = loop_results(alone.communicate()[0])[0]
+    found = loop_results(job.output)
+    assert job.state == "COMPLETED", job.output
+    assert sorted(found) == list(range(7)), job.output
+    # each sample once an epoch, and two stand-ins of three ranks without any of the last four
+    assert sum(seen for seen, _ in found.values()) == 4 * (200 + 3 * 2)
+    assert found[6][0] == found[3][0] > 1.8 * found[1][0] > 3 * found[0][0]
+    for _, numbers in found.values():
+        assert numbers == pytest.approx(expected[: len(numbers)], abs=1e-6)
+
+
+def loop_results(output: str) -> dict[int, tuple[int, list[float]]]:
+    """By rank the samples seen, and the first parameters: srun --label breaks lines of 1 KiB."""
+    return {
+        int(rank): (int(seen), [float(number) for number in numbers.split(", ")])
+        for rank, seen, numbers in re.findall(
+            r'RESULT {"rank": (\d+), "steps": 12, "seen": (\d+), "model": \[(.*),', output
+        )
+    }
 
 
 def test_lightnings_own_slurm_environment_fails(

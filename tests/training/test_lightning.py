@@ -76,6 +76,10 @@ def test_even_world_keeps_the_check_of_lightning() -> None:
 ALONE = """
 import lightning as L
 from lightning.pytorch.demos.boring_classes import BoringModel
+try:
+    L.Fabric(accelerator="cpu", devices=1).setup(BoringModel())
+except Exception as error:
+    print(error)
 trainer = L.Trainer(
     accelerator="cpu", devices=1, max_steps=1, logger=False, enable_checkpointing=False
 )
@@ -87,9 +91,12 @@ print("trained")
 @pytest.mark.parametrize(
     ("environ", "words"), [(UNEVEN, "the Trainer has 1 ranks, the launcher started 7"), ({}, "")]
 )
-def test_trainer_that_would_train_alone_is_refused(environ: dict[str, str], words: str) -> None:
+def test_trainer_and_fabric_that_would_train_alone_are_refused(
+    environ: dict[str, str], words: str
+) -> None:
     done = python(ALONE, environ)
     assert words in done.stderr
+    assert ("the Fabric has 1 ranks, the launcher started 7" in done.stdout) is bool(environ)
     assert ("trained" in done.stdout) is not bool(environ)
 
 

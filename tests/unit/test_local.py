@@ -21,6 +21,7 @@ import json, os, sys
 from dataclasses import asdict
 from ddp_slurm.rank_env import RankEnv
 print(json.dumps({**asdict(RankEnv.from_environ()), "node": os.environ["SLURMD_NODENAME"],
+                  "nodes_of_component": os.environ["SLURM_JOB_NUM_NODES"],
                   "devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
                   "argv": sys.argv[1:], "a": os.environ.get("A"),
                   "token": os.environ["DDP_SLURM_TOKEN"]}))
@@ -54,6 +55,7 @@ def test_seven_ranks_as_under_slurm(uneven: Path, submit: Command, tmp_path: Pat
         },
     )
     found = reports(done)
+    assert {r["nodes_of_component"] for r in found} == {"1"}
     assert [
         (r["rank"], r["node"], r["local_rank"], r["local_world_size"], r["node_rank"])
         for r in found
