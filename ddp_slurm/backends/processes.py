@@ -18,6 +18,8 @@ STOP_GRACE_SECONDS = 5
 LIFELINE_GRACE_SECONDS = 2 * STOP_GRACE_SECONDS
 """The other end of a lifeline needs its own grace and the way back."""
 HEARTBEAT_SECONDS = 5
+EARLY_SECONDS = 60.0
+"""How long the others may run on silently after the first has ended with status 0."""
 POLL_SECONDS = 0.05
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 """Those that stop all processes: the terminal is closed, Ctrl-C, Ctrl-\\, kill."""
@@ -78,6 +80,8 @@ class _Run:
         self.interrupt: signal.Signals | None = None
         self.failure = 0
         """The exit status of the first that failed."""
+        self.note: asyncio.Task[None] | None = None
+        """Of the first that ended with status 0."""
 
     async def run(self, processes: Sequence[Process]) -> Ending:
         for number in _handled_signals():
@@ -92,6 +96,8 @@ class _Run:
         finally:
             await self._stop_running()
             await asyncio.gather(*watchers)
+            if self.note is not None:
+                self.note.cancel()
         if self.interrupt is not None:
             # The loop ends and with it the handlers. A terminal that closes may send SIGHUP twice,
             # and the caller has still to write down how the run ended.
@@ -125,6 +131,19 @@ class _Run:
             self.stopping.set()
             self.failure = 128 - status if status < 0 else status
             _report(f"{process.label}{process.name} {_described(status)}")
+        if status == 0 and self.note is None:
+            self.note = asyncio.create_task(self._note_early_end(process))
+
+    async def _note_early_end(self, process: Process) -> None:
+        """Ranks that wait for one that has left write nothing until their own time limit."""
+        await asyncio.sleep(EARLY_SECONDS)
+        running = sum(child.returncode is None for child in self.children)
+        if running:
+            _report(
+                f"{process.label}{process.name} ended with status 0 {EARLY_SECONDS:g} s ago; still "
+                f"running: {counted(running, self.noun)}. If they wait for it, it left early "
+                "(sys.exit, return) or its loop had fewer steps"
+            )
 
     async def _stop_running(self) -> None:
         running = [child for child in self.children if child.returncode is None]

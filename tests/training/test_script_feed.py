@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_slurm.training.scripts.batches import Share
 from ddp_slurm.training.scripts.errors import UnevenError
 from ddp_slurm.training.scripts.feed import Delivery, Feed
+from ddp_slurm.training.scripts.statistics import _statistics
 from ddp_slurm.training.scripts.weights import CallWeight, unweighted, weighted
 
 WHOLE, LAST = Share(4, 28), Share(1, 5)
@@ -86,6 +87,14 @@ def test_loader_of_an_evaluation_does_not_count_as_a_second_one() -> None:
     feed.deliver(Delivery(evaluation))  # type: ignore[arg-type]
     feed.deliver(Delivery(Loader(WHOLE)))  # type: ignore[arg-type]
     assert feed.take(batch(4), is_training=True) == WHOLE
+
+
+def test_statistics_have_one_order_on_all_ranks() -> None:
+    """The order of a set of names differs by process."""
+    names = [str(number) for number in range(20)]
+    model = nn.Sequential(OrderedDict((name, nn.BatchNorm1d(2)) for name in names))
+    expected = [f"{name}.running_{kind}" for name in names for kind in ("mean", "var")]
+    assert _statistics(model) == expected
 
 
 class Iterator:

@@ -117,6 +117,7 @@ def test_step_processes_whole_environment(tmp_path: Path, monkeypatch: pytest.Mo
         "SLURM_STEP_NUM_TASKS": "5",
         "SLURM_STEP_NODELIST": "a[1-2],z",
         "SLURM_JOB_NODELIST": "a[1-2],z",
+        "SLURM_JOB_NUM_NODES": "2",
         "SLURM_HET_SIZE": "2",
         "SLURM_JOB_NODELIST_HET_GROUP_0": "z",
         "SLURM_JOB_NODELIST_HET_GROUP_1": "a[1-2]",

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from ddp_slurm.backends import processes
+
 from ..processes import running
 from ..waiting import wait_until
 from .conftest import Command
@@ -300,3 +302,20 @@ def test_a_rank_killed_by_a_signal(uneven: Path, submit: Command, tmp_path: Path
     done = submit("--backend", "local", "--gpus", "1", "--", "kill.py")
     assert done.returncode == 137
     assert "rank 0 on gamma was killed by SIGKILL" in done.stderr
+
+
+@pytest.mark.parametrize(("early_seconds", "says"), [(0.1, True), (30.0, False)])
+def test_rank_that_leaves_early_with_status_0_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    early_seconds: float,
+    says: bool,
+) -> None:
+    monkeypatch.setattr(processes, "EARLY_SECONDS", early_seconds)
+    ranks = [
+        processes.Process(["sleep", seconds], dict(os.environ), f"[{rank}] ", f"rank {rank}")
+        for rank, seconds in enumerate(("1", "0", "1"))
+    ]
+    assert processes.run_all(ranks, "rank").status == 0
+    words = "[1] rank 1 ended with status 0 0.1 s ago; still running: 2 ranks"
+    assert capsys.readouterr().err.count(words) == says

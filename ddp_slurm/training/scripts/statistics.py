@@ -52,12 +52,16 @@ def average_statistics(ddp: DistributedDataParallel, get_share: Callable[[], Sha
     ddp._register_buffer_comm_hook(None, synchronize)
 
 
-def _statistics(model: nn.Module) -> set[str]:
-    """Names of the running means and variances in the model's state."""
-    return {
+def _statistics(model: nn.Module) -> list[str]:
+    """Names of the running means and variances in the model's state.
+
+    In the model's order, the same on all ranks: each process iterates over a set in an order of its
+    own, and the statistics of one layer would be added to those of another.
+    """
+    return [
         f"{prefix}.{name}" if prefix else name
         for prefix, layer in model.named_modules()
         if isinstance(layer, _NormBase) and not isinstance(layer, nn.SyncBatchNorm)
         for name, buffer in layer.named_buffers(recurse=False)
         if buffer.is_floating_point()
-    }
+    ]
