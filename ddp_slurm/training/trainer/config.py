@@ -8,6 +8,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_slurm.balance import BalanceError
 from ddp_slurm.errors import quoted
+from ddp_slurm.training.graphs.choice import check_mode
 from ddp_slurm.training.snapshot import Snapshot
 from ddp_slurm.training.trainer.records import Recorder
 from ddp_slurm.training.uneven.weighted_loss import TargetWeight
@@ -39,6 +40,11 @@ class TrainerConfig:
     precision: str = "auto"
     """``fp32``, ``fp16``, ``bf16``, or ``auto``: the first of bf16, fp16, fp32 that every rank's
     card computes in hardware. The parameters stay as they are; autocast converts."""
+    graphs: str = "auto"
+    """``auto``: run forward and backward as a CUDA graph if that is possible and, timed in the
+    first steps, faster: a fast card with a small share waits for Python otherwise. ``on``: without
+    timing; an error where it is not possible. ``off``: kernel by kernel. A graph repeats what it
+    recorded: of the model's Python code only the work on tensors, and no forward hook."""
     clip_norm: float | None = None
     """The largest norm of the whole gradient of an optimizer step. None: not clipped."""
     scheduler: LRScheduler | None = None
@@ -67,6 +73,7 @@ class TrainerConfig:
     """Print warnings only. The recorders still get everything."""
 
     def __post_init__(self) -> None:
+        check_mode(self.graphs)
         if isinstance(self.micro_batch, str) and self.micro_batch != "auto":
             raise BalanceError(
                 f"micro_batch {quoted(self.micro_batch)}: expected a number, 'auto' or None"

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -12,38 +13,24 @@ from torch.optim import Optimizer
 
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.job_env import JobEnv
+from ddp_slurm.training.graphs.choice import Graphs
+from ddp_slurm.training.graphs.compute import (
+    GraphedCompute,
+    factor_tensor,
+    reason_of_device,
+    reason_of_model,
+)
 from ddp_slurm.training.process_group import World
 from ddp_slurm.training.trainer.config import TrainerConfig
+from ddp_slurm.training.trainer.forward_backward import ForwardBackward
+from ddp_slurm.training.trainer.loss_sum import LossSum
 from ddp_slurm.training.trainer.precision import Precision
+from ddp_slurm.training.trainer.report import say
 from ddp_slurm.training.uneven.gradients import (
     has_sync_batchnorm,
     no_sample_loss,
 )
 from ddp_slurm.training.uneven.weighted_loss import WeightedLoss
-
-
-class LossSum:
-    """This rank's losses since the last reset: their sum, the sum of their weights, the samples."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
-        self.samples = 0
-
-    def add(self, loss: Tensor, weight: float | Tensor, samples: int) -> None:
-        """``loss`` is a sum over targets, ``weight`` the sum of their weights."""
-        self._sums[0] += loss
-        self._sums[1] += weight
-        self.samples += samples
-
-    def totals(self) -> tuple[float, float]:
-        """Sum of losses and sum of weights. Waits for the GPU."""
-        loss, weight = self._sums.tolist()
-        return loss, weight
-
-    def reset(self, loss: float = 0.0, weight: float = 0.0, samples: int = 0) -> None:
-        self._sums[0] = loss
-        self._sums[1] = weight
-        self.samples = samples
 
 
 def check_scaler(precision: Precision) -> None:
@@ -85,7 +72,9 @@ class OptimizerStep:
         self._world_size = world.world_size
         self._clip_norm = config.clip_norm
         self.most_at_once = config.most_at_once
+        self._global_batch = config.global_batch
         self._syncs_batchnorm = has_sync_batchnorm(model)
+        self.graphs = self._make_graphs(world, config)
 
     def run(self, inputs: Tensor, targets: Tensor, counts: Sequence[int]) -> None:
         """Take the step.
@@ -97,18 +86,58 @@ class OptimizerStep:
         own = len(targets)
         total = self._total_weight(targets, counts)
         rounds = self._rounds(own, max(counts))
+        bounds = [own * i // rounds for i in range(rounds + 1)]
+        parts = [(inputs[i:j], targets[i:j]) for i, j in pairwise(bounds)]
         self._steps += 1
+        is_whole = sum(counts) == self._global_batch
+        checks_loss = self._checks_loss()
+        with self.graphs.step(is_typical=is_whole and not checks_loss):
+            if self.graphs.in_use and not checks_loss:
+                factor = self.scaler.scale(factor_tensor(total, targets.device))
+                filled = [part for part in parts if len(part[1])]
+                self.graphs.gradients(filled, factor, is_whole=is_whole)
+            else:
+                self._gradients(parts, total)
+            self.loss_sum.samples += own
+            self._update()
+
+    def _gradients(self, parts: Sequence[tuple[Tensor, Tensor]], total: float | Tensor) -> None:
+        """Give the parameters the gradient of the whole global batch."""
         self.optimizer.zero_grad(set_to_none=True)
-        for i in range(rounds):
-            part = slice(own * i // rounds, own * (i + 1) // rounds)
-            with self._reduction(is_last=i + 1 == rounds):
-                loss = self._scaled_loss(inputs[part], targets[part], total)
+        for i, part in enumerate(parts):
+            with self._reduction(is_last=i + 1 == len(parts)):
+                loss = self._scaled_loss(*part, total)
                 self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    def _update(self) -> None:
         if self._clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
+
+    def _make_graphs(self, world: World, config: TrainerConfig) -> Graphs:
+        inner = self.model
+        if isinstance(inner, DistributedDataParallel):
+            inner = inner.module
+        reason = reason_of_device(world.device) or self._reason_of_exchange()
+        reason = reason or self.loss.reason_against_graphs or reason_of_model(inner)
+        compute = None
+        if reason is None and config.graphs != "off":
+            work = ForwardBackward(inner, self.loss, self.precision, self.loss_sum)
+            compute = GraphedCompute(
+                work, lambda why: say(f"graphs: {world.place} has none, since {why}")
+            )
+        quiet = config.quiet or world.rank != 0
+        report = _say_nothing if quiet else say
+        return Graphs(compute, config.graphs, reason, world, report)
+
+    def _reason_of_exchange(self) -> str | None:
+        """Graphs have one plain all-reduce, after backward."""
+        hooks = getattr(self.model, "_comm_hooks", [])
+        if self.local_steps is None and not hooks:
+            return None
+        return "the gradients are exchanged in two levels, or as --comm asks"
 
     def _rounds(self, own: int, largest: int) -> int:
         # SyncBatchNorm's forward waits for all ranks, so all run equally many micro-batches.
@@ -134,7 +163,6 @@ class OptimizerStep:
     def _scaled_loss(self, inputs: Tensor, targets: Tensor, total: float | Tensor) -> Tensor:
         """This micro-batch's part of the global batch's mean loss, times the world size."""
         if self.loss.is_empty(targets):
-            self.loss_sum.samples += len(targets)
             if not self._syncs_batchnorm:
                 return no_sample_loss(self.model)
             with self.precision.autocast():
@@ -146,10 +174,14 @@ class OptimizerStep:
         if self._checks_loss():
             self.loss.check(outputs, targets)
         weight = len(targets) if self.loss.is_sample_mean else self.loss.weight(targets)
-        self.loss_sum.add(value.detach().double() * factor, weight, len(targets))
+        self.loss_sum.add(value.detach().double() * factor, weight)
         scaled: Tensor = value * (factor * self._world_size / total)
         return scaled
 
     def _checks_loss(self) -> bool:
         """In steps 1, 2, 4, 8, ...: a check waits for the GPU."""
         return self._check_loss and self._steps & (self._steps - 1) == 0
+
+
+def _say_nothing(text: str) -> None:
+    pass

@@ -75,6 +75,13 @@ class WeightedLoss:
         """Whether the weight of a batch is its number of samples, known without looking at it."""
         return self._target_weight is None
 
+    @property
+    def reason_against_graphs(self) -> str | None:
+        """Why a graph cannot hold this loss; None where it can."""
+        if self.is_sample_mean or self._sum_of is not None:
+            return None
+        return "target_weight is looked at on the CPU: a batch without any weight has no mean"
+
     def weight(self, targets: Tensor) -> Tensor:
         """The sum of the targets' weights, a float64 scalar on their device."""
         if self._target_weight is None:

@@ -1,0 +1,67 @@
+"""What torch.cuda does for a graph: capture one, and find what cannot be captured."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+SYNCHRONISES = "synchronizing CUDA operation"
+"""In torch's warning of ``set_sync_debug_mode``."""
+
+
+def new_pool() -> Any:
+    """Memory for graphs that run one after another: they share it."""
+    return torch.cuda.graph_pool_handle()
+
+
+def captured(function: Callable[[], object], pool: Any) -> Callable[[], None]:
+    """A function that does on the GPU what ``function`` would do now, which does not do it now.
+
+    Raises what ``function`` raises, and RuntimeError for what CUDA cannot capture.
+    """
+    before = torch.cuda.current_stream()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        # Other threads may do what a capture forbids: autograd's, NCCL's watchdog, a loader's.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            function()
+    except BaseException:
+        _recover(before)
+        raise
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
+def _recover(stream: torch.cuda.Stream) -> None:
+    """Undo what a capture leaves behind that CUDA has broken off.
+
+    Source: torch.cuda.graph.__exit__ leaves its stream only after a good end, and so does
+    CUDAGraph::capture_end (ATen/cuda/CUDAGraph.cpp) with the random generator's state.
+    """
+    torch.cuda.set_stream(stream)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        torch.zeros(1, device=stream.device)
+
+
+@contextlib.contextmanager
+def watch_for_waiting() -> Iterator[list[str]]:
+    """The list has afterwards where the CPU waited for the GPU, which no capture allows."""
+    places: list[str] = []
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield places
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    for warning in caught:
+        if SYNCHRONISES in str(warning.message):
+            places.append(f"{warning.filename}:{warning.lineno}")
+        else:
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )

@@ -1,0 +1,162 @@
+"""The gradient of a rank's share: each micro-batch by a graph of its size, or kernel by kernel."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ddp_slurm.training.graphs import capture
+from ddp_slurm.training.graphs.flat import FlatGradients
+
+MOST_GRAPHS = 2
+"""The parts of an accumulated share differ by one sample, so they have two sizes."""
+WATCHED = 2
+"""The run of a size that is looked at for what cannot be captured; the next one is captured."""
+MOST_CAPTURES = 4
+LEAST_REPLAYS = 20
+"""After so many captures, so many replays for each are expected: inputs of ever other shapes are
+not worth it."""
+
+Key = tuple[object, ...]
+
+
+class GraphedCompute:
+    """Adds up gradients in buffers that stay. All of it is this rank's own: no rank waits.
+
+    Args:
+        forward_backward: a module whose forward takes (inputs, targets, factor) and runs backward.
+            It must have no other effect than on gradients, buffers and tensors that live on.
+        failed: gets the reason, once, if nothing more will be captured.
+    """
+
+    def __init__(self, forward_backward: nn.Module, failed: Callable[[str], None]) -> None:
+        self.flat = FlatGradients(dict(forward_backward.named_parameters()))
+        self._forward_backward = forward_backward
+        self._failed = failed
+        self._may_capture = True
+        self._graphs: dict[Key, _Graph] = {}
+        self._pool: Any = None
+        self._seen: Counter[Key] = Counter()
+        self._captures, self._replays = 0, 0
+
+    def __call__(
+        self, parts: Sequence[tuple[Tensor, Tensor]], factor: Tensor, *, is_whole: bool
+    ) -> None:
+        """Leave the gradient of all micro-batches in ``flat``.
+
+        Args:
+            parts: inputs and targets of each, none of them empty.
+            factor: for the sum of the losses, a float64 scalar on the device.
+            is_whole: the sizes will come again.
+        """
+        self.flat.zero()
+        for inputs, targets in parts:
+            graph = self._graphs.get(_key(inputs, targets))
+            if graph is not None:
+                graph.replay(inputs, targets, factor)
+                self._replays += 1
+            elif is_whole and self._may_capture:
+                self._approach(inputs, targets, factor)
+            else:
+                self._run(inputs, targets, factor)
+
+    def forget(self) -> None:
+        """Free the graphs: the shares have changed."""
+        self._graphs.clear()
+        self._seen.clear()
+        self._pool = None
+
+    def _run(self, inputs: Tensor, targets: Tensor, factor: Tensor) -> None:
+        functional_call(self._forward_backward, self.flat.aliases(), (inputs, targets, factor))
+
+    def _approach(self, inputs: Tensor, targets: Tensor, factor: Tensor) -> None:
+        """The first time with a size warms up, the second is watched, the third is captured."""
+        key = _key(inputs, targets)
+        self._seen[key] += 1
+        if self._seen[key] < WATCHED:
+            self._run(inputs, targets, factor)
+        elif self._seen[key] == WATCHED:
+            with capture.watch_for_waiting() as places:
+                self._run(inputs, targets, factor)
+            if places:
+                self._give_up(f"the step waits for the GPU at {places[0]}")
+        elif self._captures >= MOST_CAPTURES and self._replays < LEAST_REPLAYS * self._captures:
+            self._give_up("the shapes of the batches vary")
+            self._run(inputs, targets, factor)
+        else:
+            self._capture(inputs, targets, factor)
+
+    def _capture(self, inputs: Tensor, targets: Tensor, factor: Tensor) -> None:
+        """Capture this micro-batch and run it, in either way."""
+        if len(self._graphs) == MOST_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
+        self._pool = self._pool or capture.new_pool()
+        self._captures += 1
+        try:
+            graph = _Graph(self._run, (inputs, targets, factor), self._pool)
+        except Exception as error:  # the model's own may be any; nothing has run yet
+            self._give_up(f"{type(error).__name__}: {error}".splitlines()[0])
+            self._run(inputs, targets, factor)
+            return
+        self._graphs[_key(inputs, targets)] = graph
+        graph.replay(inputs, targets, factor)
+
+    def _give_up(self, reason: str) -> None:
+        self._may_capture = False
+        self.forget()
+        self._failed(reason)
+
+
+class _Graph:
+    """A captured micro-batch, with the tensors that it reads."""
+
+    def __init__(
+        self,
+        run: Callable[[Tensor, Tensor, Tensor], None],
+        example: tuple[Tensor, Tensor, Tensor],
+        pool: Any,
+    ) -> None:
+        self._inputs, self._targets, self._factor = (tensor.clone() for tensor in example)
+        self._replay = capture.captured(
+            lambda: run(self._inputs, self._targets, self._factor), pool
+        )
+
+    def replay(self, inputs: Tensor, targets: Tensor, factor: Tensor) -> None:
+        self._inputs.copy_(inputs)
+        self._targets.copy_(targets)
+        self._factor.copy_(factor)
+        self._replay()
+
+
+def _key(inputs: Tensor, targets: Tensor) -> Key:
+    """What a graph is for: the kernels depend on it."""
+    return tuple(
+        (tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in (inputs, targets)
+    )
+
+
+def reason_of_device(device: torch.device) -> str | None:
+    """Why there are no graphs on this device."""
+    return None if device.type == "cuda" else "CUDA graphs need GPUs"
+
+
+def reason_of_model(model: nn.Module) -> str | None:
+    """Why this model's forward and backward cannot be a graph, as far as it shows beforehand."""
+    for module in model.modules():
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            return "the model is compiled, which has graphs of its own (mode='reduce-overhead')"
+        if isinstance(module, nn.SyncBatchNorm):
+            return "SyncBatchNorm waits for the other ranks within the model"
+        if getattr(module, "sparse", False):
+            return f"the model has sparse gradients ({type(module).__name__})"
+    return None
+
+
+def factor_tensor(total: float | Tensor, device: torch.device) -> Tensor:
+    """``1 / total``, a float64 scalar on the device."""
+    if isinstance(total, Tensor):
+        return 1.0 / total.to(torch.float64)
+    return torch.full((), 1.0 / total, dtype=torch.float64, device=device)

@@ -1,0 +1,32 @@
+"""What a graph of a micro-batch holds."""
+
+from torch import Tensor, nn
+
+from ddp_slurm.training.trainer.loss_sum import LossSum
+from ddp_slurm.training.trainer.precision import Precision
+from ddp_slurm.training.uneven.weighted_loss import WeightedLoss
+
+
+class ForwardBackward(nn.Module):
+    """Forward, loss and backward of a micro-batch, as a module.
+
+    So that ``functional_call`` replaces its parameters until backward is done: a checkpointed part
+    runs forward again in it.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss: WeightedLoss, precision: Precision, loss_sum: LossSum
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = loss
+        self._precision = precision
+        self._loss_sum = loss_sum
+
+    def forward(self, inputs: Tensor, targets: Tensor, factor: Tensor) -> None:
+        """Add the gradient of ``factor`` times the sum over the targets; count the loss."""
+        with self._precision.autocast():
+            value, sum_factor = self._loss.value_and_factor(self.model(inputs), targets)
+        weight = len(targets) if self._loss.is_sample_mean else self._loss.weight(targets)
+        self._loss_sum.add(value.detach().double() * sum_factor, weight)
+        (value * (factor * sum_factor)).backward()  # type: ignore[no-untyped-call]

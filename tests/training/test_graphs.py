@@ -1,0 +1,212 @@
+"""Steps as graphs: the same gradient, whatever is captured, and nothing lost where it fails.
+
+On CPUs a graph is the function that was captured, see graphs_worker; ``benchmarks/graphs.py`` has
+the same comparisons with real graphs on GPUs.
+"""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.training import TrainerConfig
+from ddp_slurm.training.graphs import capture
+from ddp_slurm.training.graphs.compute import GraphedCompute, reason_of_model
+from ddp_slurm.training.uneven.weighted_loss import WeightedLoss
+
+from .graphs_worker import Stand, pretend, run_graphed
+from .trainer_worker import Run, reference, relative_error, run, train
+from .workers import flat, make_model
+from .worlds import run_world, world
+
+ON = {"graphs": "on", "check_loss": False}
+
+
+@pytest.mark.parametrize(
+    ("shares", "options"),
+    [
+        ((2, 0, 6), {}),
+        ((5, 1, 5), {"micro_batch": 2, "clip_norm": 0.2, "check_loss": True}),
+    ],
+)
+def test_graphs_on_uneven_ranks_equal_one_process(
+    tmp_path: Path, shares: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    settings = Run(shares, tmp_path / "s.pt", epochs=5, stateful=False, options={**ON, **options})
+    expected = reference(settings, options.get("clip_norm"))
+    reports, calls, _ = run_graphed(tmp_path, (1, 2), settings)
+    for report in reports:
+        assert relative_error(report.weights, expected) < 1e-9
+    # 5 samples by 2 at once are parts of 1 and of 2: two graphs. Rank 1 may have no sample.
+    sizes = [len({n * (i + 1) // r - n * i // r for i in range(r)}) for n, r in _rounds(shares)]
+    assert [each.captures for each in calls] == [
+        size if share else 0 for size, share in zip(sizes, shares, strict=True)
+    ]
+    assert all(count > 5 for each in calls for count in each.replays)
+
+
+def _rounds(shares: tuple[int, ...]) -> list[tuple[int, int]]:
+    return [(n, 3 if shares == (5, 1, 5) and n == 5 else 1) for n in shares]
+
+
+def test_graphs_keep_the_loss_scaler_and_clipping_right(tmp_path: Path) -> None:
+    options = {**ON, "precision": "fp16", "clip_norm": 0.2}
+    settings = Run(
+        (2, 5),
+        tmp_path / "s.pt",
+        epochs=4,
+        dtype=torch.float32,
+        stateful=False,
+        options=options,
+    )
+    start = flat(make_model(torch.float32).parameters())
+    expected = reference(settings, clip_norm=0.2) - start
+    reports, calls, _ = run_graphed(tmp_path, (1, 1), settings)
+    assert [each.captures for each in calls] == [1, 1]
+    for report in reports:
+        assert relative_error(report.weights - start, expected) < 1e-2
+
+
+def test_graphs_change_no_statistic_and_no_random_number(tmp_path: Path) -> None:
+    """BatchNorm, dropout, records and a stop with a resume: as without graphs."""
+    plain = Run((3, 5), tmp_path / "plain.pt", epochs=5, options={"graphs": "off"})
+    expected = run(tmp_path, (1, 1), plain)
+    stopped = Run((3, 5), tmp_path / "s.pt", epochs=5, options=ON, usr2=(1, 13))
+    [first, _], _, _ = run_graphed(tmp_path / "first", (1, 1), stopped)
+    assert not first.finished
+    resumed = Run((3, 5), tmp_path / "s.pt", epochs=5, options=ON)
+    reports, calls, _ = run_graphed(tmp_path / "second", (1, 1), resumed)
+    assert [each.captures for each in calls] == [1, 1]
+    for report, other in zip(reports, expected, strict=True):
+        assert report.own_batchnorm == pytest.approx(other.own_batchnorm, rel=1e-9)
+        assert relative_error(report.weights, other.weights) < 1e-9
+    losses = [record["loss"] for record in expected[0].records if record["kind"] == "train"]
+    again = [record["loss"] for record in reports[0].records if record["kind"] == "train"]
+    assert again == pytest.approx(losses[-len(again) :], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("stand", "reason"),
+    [
+        (Stand(error="operation not permitted\nmore"), "RuntimeError: operation not permitted\n"),
+        (Stand(waits=True), "the step waits for the GPU at model.py:7\n"),
+    ],
+)
+def test_graphs_that_fail_lose_nothing(tmp_path: Path, stand: Stand, reason: str) -> None:
+    settings = Run((3, 5), tmp_path / "s.pt", stateful=False, options=ON)
+    reports, calls, log = run_graphed(tmp_path, (1, 1), settings, stand)
+    for report in reports:
+        assert relative_error(report.weights, reference(settings)) < 1e-9
+    assert [each.captures for each in calls] == [0, 0]
+    assert log.count(f" has none, since {reason}") == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "line", "is_used"),
+    [
+        ((0.5, 0.25), "graphs: in use, a step takes 250 ms with, 500 ms without\n", True),
+        ((0.5, 0.49), "graphs: none, since they are not faster: a step takes 490 ms", False),
+    ],
+)
+def test_auto_takes_graphs_that_are_faster(
+    tmp_path: Path, seconds: tuple[float, float], line: str, is_used: bool
+) -> None:
+    settings = Run((3, 5), tmp_path / "s.pt", epochs=7, stateful=False)
+    reports, calls, log = run_graphed(tmp_path, (1, 1), settings, Stand(seconds=seconds))
+    for report in reports:
+        assert relative_error(report.weights, reference(settings)) < 1e-9
+    assert log.count(line) == 1
+    assert [each.replays > [10] for each in calls] == [is_used, is_used]
+
+
+class Summing(nn.Module):
+    """The gradient of its weight is the factor times the sum of the inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs: Tensor, targets: Tensor, factor: Tensor) -> None:
+        (self.weight * inputs.sum() * factor).backward()  # type: ignore[no-untyped-call]
+
+
+SIZES = [
+    # sizes of the steps; the step at which the shares change; captures; reasons
+    ([3] * 6, None, 1, []),
+    ([3] * 6, 4, 1, []),
+    ([3] * 8, 4, 2, []),
+    ([n for n in range(1, 9) for _ in range(3)], None, 4, ["the shapes of the batches vary"]),
+]
+
+
+def summed(pipe: Any) -> None:
+    for sizes, forget_at, captures, expected_reasons in SIZES:
+        calls = pretend(Stand())
+        reasons: list[str] = []
+        compute = GraphedCompute(Summing(), reasons.append)
+        factor = torch.tensor(0.5, dtype=torch.float64)
+        for index, size in enumerate(sizes):
+            if index == forget_at:
+                compute.forget()
+            inputs = torch.full((size,), float(index))
+            compute([(inputs, inputs)], factor, is_whole=True)
+            assert compute.flat.buffers[0][0].item() == 0.5 * index * size
+        assert (calls.captures, reasons) == (captures, expected_reasons)
+
+
+def test_graphs_are_captured_again_for_new_sizes(tmp_path: Path) -> None:
+    run_world(tmp_path, (1,), summed)
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    model.compile()  # nothing is compiled before the first call
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.SyncBatchNorm(4)), "SyncBatchNorm"),
+        (nn.Sequential(nn.Embedding(4, 2, sparse=True)), "sparse gradients"),
+        (compiled(nn.Linear(2, 2)), "compiled"),
+        (nn.Linear(2, 2), None),
+    ],
+)
+def test_model_that_cannot_be_a_graph_has_a_reason(model: nn.Module, reason: str | None) -> None:
+    found = reason_of_model(model)
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_loss_with_weights_of_its_own_has_a_reason() -> None:
+    loss = WeightedLoss(nn.functional.mse_loss, lambda targets: targets.sum())
+    assert "target_weight" in str(loss.reason_against_graphs)
+    assert WeightedLoss(nn.functional.cross_entropy).reason_against_graphs is None
+    assert WeightedLoss(nn.functional.mse_loss).reason_against_graphs is None
+
+
+def test_graphs_on_without_a_gpu_is_an_error(tmp_path: Path) -> None:
+    settings = Run((8,), tmp_path / "s.pt", options={"graphs": "on"})
+    with world(tmp_path, (1,), train, settings) as running:
+        assert running.wait() == [2]
+        assert "graphs='on' is not possible: CUDA graphs need GPUs" in running.log(0)
+
+
+def test_unknown_graphs_setting_is_an_error() -> None:
+    with pytest.raises(DdpSlurmError, match="graphs 'atuo'"):
+        TrainerConfig(global_batch=1, total_epochs=1, graphs="atuo")
+
+
+def test_watch_repeats_other_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with capture.watch_for_waiting() as places:
+            warnings.warn("of the model", stacklevel=1)
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+    assert [str(warning.message) for warning in seen] == ["of the model"]
+    assert [place.split(":")[0] for place in places] == [__file__]
