@@ -1,9 +1,10 @@
 """The fault matrix: what a training job on live Slurm does when something breaks.
 
-    python -m tests.slurm.fault_matrix [--release 24.11] [--times 5] [--json FILE] [ROW ...]
+    python -m tests.slurm.fault_matrix [--release 24.11] [--times 5] [ROW ...]
 
-as root; without ROW all of them. Prints the table of docs/reliability.md. A row is one fault in a
-job of three ranks on three nodes, each a component of its own, at a random moment.
+as root; without ROW all of them. Adds the outcomes to fault_outcomes.jsonl beside this file, and
+writes the table of all of them into docs/reliability.md. A row is one fault in a job of three ranks
+on three nodes, each a component of its own, at a random moment.
 """
 
 import argparse
@@ -33,6 +34,8 @@ from tests.slurm.fault_runs import CLUSTER, NODES, STEPS_AN_EPOCH, FaultRun, fin
 from tests.slurm.faults import ROWS, Row, fill_disk
 
 SYSTEM_PATH = "PATH=/usr/sbin:/usr/bin:/sbin:/bin"
+OUTCOMES = Path(__file__).with_name("fault_outcomes.jsonl")
+PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 LINE_CHARACTERS = 110
 PATIENCE_SECONDS = 400.0
 """For the end of the ranks and of the job after the fault."""
@@ -151,10 +154,12 @@ class Bench:
         for program in ("sbatch", "squeue", "scontrol", "scancel", "sacct", "sinfo"):
             # The release's own program, not this one again.
             write_program(tools / program, lab.command(["env", SYSTEM_PATH, program]))
-        # Entering its own mount namespace brings a rank out of the root and to this Python.
-        leave = ["nsenter", "--mount=/proc/self/ns/mnt", "--", "env", "-C", "$PWD", sys.executable]
-        write_program(tools / "python", leave)
-        return FaultRun(lab, folder, str(tools / "python"), f"{tools}:{os.environ['PATH']}")
+        path = f"{tools}:{os.environ['PATH']}"
+        # Entering its own mount namespace brings a rank out of the root and to this Python; rank 0
+        # asks Slurm, too.
+        leave = ["nsenter", "--mount=/proc/self/ns/mnt", "--", "env", "-C", "$PWD", f"PATH={path}"]
+        write_program(tools / "python", [*leave, sys.executable])
+        return FaultRun(lab, folder, str(tools / "python"), path)
 
 
 def write_program(path: Path, argv: list[str]) -> None:
@@ -242,31 +247,37 @@ def different(values: Iterable[str]) -> str:
     return "; ".join(dict.fromkeys(values))
 
 
+def read_outcomes(file: Path) -> list[Outcome]:
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [Outcome(**json.loads(line)) for line in lines]
+
+
+def write_table(outcomes: Sequence[Outcome], page: Path) -> None:
+    """Replace the table of a page."""
+    order = list(ROWS)
+    rows = sorted(outcomes, key=lambda outcome: (order.index(outcome.row), outcome.release))
+    text, count = re.subn(r"(?m)(^\|.*\n)+", lambda _: f"{table(rows)}\n", page.read_text())
+    assert count == 1, f"{page} has {count} tables"
+    page.write_text(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--release", default="22.05")
     parser.add_argument("--times", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="outcomes are appended here, one a line")
+    parser.add_argument("--outcomes", type=Path, default=OUTCOMES, help="one a line, appended to")
     parser.add_argument("--logs", type=Path, help="folder for the logs of unexpected outcomes")
-    parser.add_argument("--show", action="store_true", help="only print the table of --json")
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}")
     arguments = parser.parse_args()
-    if arguments.show:
-        lines = arguments.json.read_text().splitlines()
-        print(table([Outcome(**json.loads(line)) for line in lines]))
-        return
-    outcomes = []
     with tempfile.TemporaryDirectory(prefix="faults") as work:
         bench = Bench(arguments.release, Path(work), arguments.logs)
         for _ in range(arguments.times):
             for name in arguments.rows or ROWS:
                 outcome = bench.run(name)
-                outcomes.append(outcome)
-                print(outcome, file=sys.stderr, flush=True)
-                if arguments.json:
-                    with arguments.json.open("a") as file:
-                        file.write(json.dumps(asdict(outcome)) + "\n")
-    print(table(outcomes))
+                print(outcome, flush=True)
+                with arguments.outcomes.open("a") as file:
+                    file.write(json.dumps(asdict(outcome)) + "\n")
+    write_table(read_outcomes(arguments.outcomes), PAGE)
 
 
 if __name__ == "__main__":

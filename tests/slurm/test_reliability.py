@@ -1,8 +1,19 @@
 """One row of the fault matrix; docs/reliability.md has all of them."""
 
+from pathlib import Path
+
 import pytest
 
-from tests.slurm.fault_matrix import Bench, first_match, steps_lost, table
+from tests.slurm.fault_matrix import (
+    OUTCOMES,
+    PAGE,
+    Bench,
+    first_match,
+    read_outcomes,
+    steps_lost,
+    table,
+    write_table,
+)
 from tests.slurm.faults import ROWS
 
 pytestmark = pytest.mark.timeout(900)
@@ -31,3 +42,10 @@ def test_steps_lost_counts_repeated_epochs() -> None:
     assert steps_lost(LOG) == 8
     assert first_match(ROWS["exception"].named, LOG) == LOG.splitlines()[2]
     assert table([]).startswith("| fault | Slurm |")
+
+
+def test_page_has_the_table_of_the_outcomes(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(PAGE.read_text().replace("| rank 1: kill -9 |", "| kill |"))
+    write_table(read_outcomes(OUTCOMES), page)
+    assert page.read_text() == PAGE.read_text()
