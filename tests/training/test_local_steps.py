@@ -144,6 +144,15 @@ def test_trainer_with_local_steps_resumes_bitwise(tmp_path: Path) -> None:
     assert not torch.equal(whole[0].weights, exact[0].weights)
 
 
+def test_trainer_with_local_steps_ends_with_one_model(tmp_path: Path) -> None:
+    """Also where neither an evaluation nor a snapshot has averaged the parameters before."""
+    settings = Run((3, 5), tmp_path / "s.pt", options={"snapshot": None}, evaluates=False)
+    environ = {"DDP_SLURM_COMM": "local:4"}  # 18 steps
+    one, other = run(tmp_path, (1, 1), settings, environ=environ)
+    assert (one.step, other.step) == (18, 18)
+    assert torch.equal(one.weights, other.weights)
+
+
 def test_trainer_with_local_steps_refuses_fp16(tmp_path: Path) -> None:
     settings = Run((3, 5), tmp_path / "s.pt", options={"precision": "fp16"})
     environ = {"DDP_SLURM_COMM": "local:3"}

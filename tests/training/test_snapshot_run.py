@@ -32,10 +32,10 @@ except SnapshotError as error:
 
 
 @contextlib.contextmanager
-def another_run(path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process of job 4711 that uses the snapshot."""
+def another_run(path: Path, job: str = "4711") -> Iterator[subprocess.Popen[str]]:
+    """A process of a job that uses the snapshot; of none if ``job`` is empty."""
     command = [sys.executable, "-c", HOLD, str(path)]
-    environ = {**os.environ, "SLURM_JOB_ID": "4711"}
+    environ = {**os.environ, "SLURM_JOB_ID": job}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, env=environ, text=True, **pipes) as process:
         assert process.stdout is not None
@@ -78,6 +78,17 @@ def test_snapshot_of_a_requeued_job_is_taken_over(
     assert "another run has taken over the snapshot" in printed
     assert f"process {os.getpid()}" in printed
     assert step(snapshot) == 1
+
+
+def test_snapshot_of_a_run_without_slurm_is_not_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs without a job are not the same job."""
+    monkeypatch.setattr(snapshot_lock, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setenv("SLURM_JOB_ID", "")
+    refused = pytest.raises(SnapshotError, match="in use by another run: no Slurm job, host")
+    with another_run(tmp_path / "s.pt", job=""), refused:
+        Snapshot(tmp_path / "s.pt").load()
 
 
 def test_snapshot_waits_for_a_run_that_is_ending(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ class Run:
     noisy: bool = False
     workers: int = 0
     """Of the loader of noisy data."""
+    evaluates: bool = True
     frozen: bool = False
 
 
@@ -240,7 +241,9 @@ def _trainer(
         "precision": "fp32",
         **run.options,
     }
-    eval_data = ResidentTensors(*make_data(19, run.dtype), world.device)
+    eval_data = None
+    if run.evaluates:
+        eval_data = ResidentTensors(*make_data(19, run.dtype), world.device)
     return Trainer(world, model, optimizer, cross_entropy, data, eval_data, **settings)
 
 

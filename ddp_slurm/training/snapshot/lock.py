@@ -89,7 +89,7 @@ def _wait_for_lock(descriptor: int) -> bool:
 def _take_over(descriptor: int, path: Path) -> str:
     """A warning if the holder is this Slurm job before a requeue. Raises SnapshotError if not."""
     holder = os.pread(descriptor, 4096, 0).decode(errors="replace")
-    is_same_job = "SLURM_JOB_ID" in os.environ and holder.startswith(f"{_own_job()}, ")
+    is_same_job = os.environ.get("SLURM_JOB_ID") and holder.startswith(f"{_own_job()}, ")
     if is_same_job:
         return f"{path} is taken over from this job's earlier process: {holder}"
     raise SnapshotError(
