@@ -1,4 +1,4 @@
-"""A ResNet on CIFAR-10, on all the GPUs you own, however uneven. README.md has the commands."""
+"""A ResNet, or LeNet, on CIFAR-10 on all the GPUs you own, however uneven: see README.md."""
 
 import argparse
 
@@ -13,18 +13,24 @@ from ddp_slurm.examples.arguments import (
     trainer_config,
 )
 from ddp_slurm.examples.cifar10 import MEAN, STD, load_cifar10
-from ddp_slurm.examples.models import resnet18, small_resnet, to_channels_last
+from ddp_slurm.examples.models import lenet, resnet18, small_resnet, to_channels_last
+from ddp_slurm.job_env import JobEnv
 from ddp_slurm.training import ResidentImages, Trainer, init_distributed
+
+MODELS = {"small": small_resnet, "resnet18": resnet18, "lenet": lenet}
 
 parser = argparse.ArgumentParser(description=__doc__)
 add_arguments(parser, default_lr=0.2)
 parser.add_argument(
-    "--data", default="data", metavar="PATH", help="folder or .npz archive of CIFAR-10"
+    "--data",
+    default=JobEnv.from_environ().data or "data",
+    metavar="PATH",
+    help="folder or .npz archive of CIFAR-10; default that of the job's --dataset, else ./data",
 )
 parser.add_argument(
     "--limit", type=number_of(1), metavar="N", help="only the first N images of each split"
 )
-parser.add_argument("--model", choices=("small", "resnet18"), default="small")
+parser.add_argument("--model", choices=tuple(MODELS), default="small")
 parser.add_argument("--weight-decay", type=real_number(zero=True), default=5e-4)
 arguments = parser.parse_args()
 
@@ -39,8 +45,7 @@ with init_distributed() as world:
 
     torch.backends.cudnn.benchmark = True
     torch.manual_seed(arguments.seed)
-    network = resnet18() if arguments.model == "resnet18" else small_resnet()
-    model = to_channels_last(network).to(device)
+    model = to_channels_last(MODELS[arguments.model]()).to(device)
     optimizer = torch.optim.SGD(
         model.parameters(),
         lr=arguments.lr,

@@ -93,6 +93,27 @@ def small_resnet(classes: int = 10) -> CifarResNet:
     return CifarResNet((1, 1, 1), 16, classes)
 
 
+def lenet(classes: int = 10) -> nn.Sequential:
+    """LeNet-5 for images of (n, 3, 32, 32) with ReLU and maximum pooling: 62 thousand parameters.
+
+    Source: LeCun et al. 1998, "Gradient-based learning applied to document recognition".
+    """
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * 5 * 5, 120),
+        nn.ReLU(),
+        nn.Linear(120, 84),
+        nn.ReLU(),
+        nn.Linear(84, classes),
+    )
+
+
 def to_channels_last(model: nn.Module) -> nn.Module:
     """The model with its convolutions in the memory layout that tensor cores are fast with.
 

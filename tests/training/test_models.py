@@ -2,7 +2,7 @@
 
 import torch
 
-from ddp_slurm.examples.models import resnet18, small_resnet, to_channels_last
+from ddp_slurm.examples.models import lenet, resnet18, small_resnet, to_channels_last
 
 
 def test_channels_last_gradients_have_the_same_strides() -> None:
@@ -25,7 +25,7 @@ def test_channels_last_changes_no_value() -> None:
 
 
 def test_models_have_the_documented_sizes() -> None:
-    for make, millions in ((resnet18, 11.2), (small_resnet, 0.078)):
+    for make, millions in ((resnet18, 11.2), (small_resnet, 0.078), (lenet, 0.062)):
         assert (
             round(sum(p.numel() for p in make().parameters()) / 1e6, 3 if millions < 1 else 1)
             == millions
