@@ -19,6 +19,7 @@ SPANS_NODES = ("--nnodes", "--num_machines", "--num-machines", "--hostfile", "--
 PACKAGE = "ddp_slurm"
 """Of modules that become the process of a rank; nothing here imports them."""
 RUN = f"{PACKAGE}.run"
+DATA_NODE = f"{PACKAGE}.data.node"
 SCRIPTS = f"{PACKAGE}.training.scripts"
 NEEDS_VARIABLES = re.compile(
     r"DistributedDataParallel|init_process_group|\b(Accelerator|Trainer|Fabric)\("

@@ -42,18 +42,19 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 class DataServer:
-    """``ddp-slurm data serve`` as a process of its own; can be killed and started again."""
+    """``ddp-slurm data serve`` as a process; can be killed and started again. Closed, it ends."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, address: str = "127.0.0.1") -> None:
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+            probe.bind((address, 0))
             self.port = probe.getsockname()[1]
         self.folder = folder
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.address = address
+        self.url = f"http://{address}:{self.port}"
         self.start()
 
     def start(self) -> None:
-        command = ["data", "serve", str(self.folder), "--bind", f"127.0.0.1:{self.port}"]
+        command = ["data", "serve", str(self.folder), "--bind", f"{self.address}:{self.port}"]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "ddp_slurm.cli", *command],
             env={**os.environ, "DDP_SLURM_DATA_TOKEN": TOKEN},
@@ -63,11 +64,17 @@ class DataServer:
     def _listens(self) -> bool:
         assert self.process.poll() is None
         with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+            return probe.connect_ex((self.address, self.port)) == 0
 
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+
+    def __enter__(self) -> "DataServer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)

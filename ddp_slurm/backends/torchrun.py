@@ -14,7 +14,8 @@ from importlib.resources import files
 from ddp_slurm.backends.processes import HEARTBEAT_SECONDS, STOP_GRACE_SECONDS, Process, run_all
 from ddp_slurm.cluster import Cluster, Node
 from ddp_slurm.console import say
-from ddp_slurm.job_env import new_token
+from ddp_slurm.data.token import find_token
+from ddp_slurm.job_env import JobEnv, new_token
 from ddp_slurm.plan import Plan, make_plan
 from ddp_slurm.render.torchrun import NodeCommand, network_commands, render_torchrun
 from ddp_slurm.ssh.command import destination, is_local, ssh_argv
@@ -29,7 +30,7 @@ PROBE_SECONDS = 15.0
 def describe(plan: Plan) -> str:
     """The line to paste on each machine, for ``--dry-run``."""
     lines = [f"# once, for the containers' network, {line}\n" for line in network_commands(plan)]
-    commands = _commands(plan, attempt=0, token=None)
+    commands = _commands(plan, attempt=0)
     for node, command in zip(plan.machines, commands, strict=True):
         lines.append(f"# on {node.name} ({destination(node)}):\n{command.line}\n")
     return "".join(lines)
@@ -75,14 +76,20 @@ def _holder_program() -> str:
     return files("ddp_slurm.backends").joinpath("hold_ranks.sh").read_text(encoding="utf-8")
 
 
-def _commands(plan: Plan, attempt: int, token: str | None) -> tuple[NodeCommand, ...]:
-    return render_torchrun(plan, os.getcwd(), sys.executable, attempt, token)
+def _commands(plan: Plan, attempt: int, secrets: JobEnv | None = None) -> tuple[NodeCommand, ...]:
+    return render_torchrun(plan, os.getcwd(), sys.executable, attempt, secrets)
+
+
+def _secrets(plan: Plan) -> JobEnv:
+    """The job's token, and that of its data set's server: the nodes need no file for it."""
+    data_token = find_token() if plan.options.dataset else None
+    return JobEnv(token=new_token(), data_token=data_token)
 
 
 def _processes(plan: Plan, attempt: int) -> list[Process]:
     width = max(len(node.name) for node in plan.machines) + len("[] ")
     processes = []
-    commands = _commands(plan, attempt, new_token())
+    commands = _commands(plan, attempt, _secrets(plan))
     for node, command in zip(plan.machines, commands, strict=True):
         label = f"[{node.name}]"
         process = Process(

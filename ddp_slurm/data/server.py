@@ -16,11 +16,9 @@ from ddp_slurm.data.pieces import Pieces
 from ddp_slurm.data.progress import bar
 from ddp_slurm.data.token import find_or_make_token
 from ddp_slurm.data.tracker import Report, Tracker
-from ddp_slurm.data.web import application, piece_number, send_piece
+from ddp_slurm.data.web import MANIFEST_HEADER, application, piece_number, send_piece
 from ddp_slurm.errors import DdpSlurmError, counted
 
-MANIFEST_HEADER = "Manifest"
-"""Which data set a request is about: the digest of its manifest."""
 WAITING_CONNECTIONS = 1024
 SHUTDOWN_SECONDS = 2.0
 

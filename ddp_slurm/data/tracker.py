@@ -109,12 +109,12 @@ class Tracker:
 
         The first in order: the server's disk reads on.
         """
-        living = {report.id: report for report in self._living()}
+        living = {report.id: report.have for report in self._living() if report.url}
         if node not in living:  # the server was restarted: its report comes first
             return None
         taken = 0
-        for report in living.values():
-            taken |= report.have
+        for have in living.values():
+            taken |= have
         self._given = {piece: to for piece, to in self._given.items() if to in living}
         for piece in self._given:
             taken |= 1 << piece

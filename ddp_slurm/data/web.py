@@ -10,6 +10,8 @@ from ddp_slurm.data.pieces import Pieces
 from ddp_slurm.data.token import is_token
 
 PIECE_HEADER = "Piece"
+MANIFEST_HEADER = "Manifest"
+"""Which data set a request is about: the digest of its manifest."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 

@@ -104,6 +104,12 @@ def _container_interpreter(options: JobOptions) -> str | None:
     )
 
 
+def _dataset_cache(options: JobOptions) -> str | None:
+    if options.dataset_cache is None or options.dataset is not None:
+        return None
+    return "--dataset-cache needs --dataset, the server to fetch from"
+
+
 def _signal(options: JobOptions) -> str | None:
     if options.signal_seconds is None:
         return None
@@ -127,5 +133,6 @@ CHECKS = (
     Check(("container", "mount", "container_network"), _container_options),
     Check(("container", "container_network"), _container_network),
     Check(("container", "conda_env", "venv"), _container_interpreter),
+    Check(("dataset", "dataset_cache"), _dataset_cache),
     Check(("signal_seconds", "time"), _signal),
 )

@@ -9,7 +9,7 @@ from ddp_slurm.job.balance_option import EQUAL, Balance
 from ddp_slurm.job.containers import Container, Mount
 from ddp_slurm.job.memory_option import Memory
 from ddp_slurm.job.sbatch_option import SbatchOption
-from ddp_slurm.launchers import RUN
+from ddp_slurm.launchers import DATA_NODE, RUN
 from ddp_slurm.schema import fields
 from ddp_slurm.schema.schema import Schema, key
 
@@ -198,6 +198,21 @@ class JobOptions(Schema):
         "nodes, 'powersgd', or 'local:STEPS' steps of each rank's own between two averages; "
         "'auto:bf16' and 'auto:local' choose up to that",
     )
+    dataset: str | None = key(
+        values.server_url,
+        None,
+        "URL",
+        "the server of a data set (ddp-slurm data serve), as http://ADDRESS:PORT: each node "
+        "fetches it once, before its ranks begin, and passes it on to the others; the command "
+        "finds its folder in DDP_SLURM_DATA",
+    )
+    dataset_cache: str | None = key(
+        values.path,
+        None,
+        "FOLDER",
+        "where each node keeps data sets, on a disk of its own; default "
+        "/var/tmp/ddp_slurm_data.UID",
+    )
     sbatch: tuple[SbatchOption, ...] = key(
         values.list_of(SbatchOption.read),
         (),
@@ -227,6 +242,14 @@ class JobOptions(Schema):
 
     @property
     def task_command(self) -> tuple[str, ...]:
+        """What every rank runs: the command, and before it what fetches the data set."""
+        if not self.command or self.dataset is None:
+            return self._own_command
+        cache = ("--cache", self.dataset_cache) if self.dataset_cache else ()
+        return (self.interpreter, "-m", DATA_NODE, self.dataset, *cache, "--", *self._own_command)
+
+    @property
+    def _own_command(self) -> tuple[str, ...]:
         """The command with the chosen interpreter in place of ``python``, or before ``x.py``."""
         if not self.command:
             return ()

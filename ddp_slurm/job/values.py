@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 from typing import Any
+from urllib.parse import urlsplit
 
 from ddp_slurm.errors import quoted
 from ddp_slurm.hostlist import expand_hostlist
@@ -68,6 +69,23 @@ def path(value: Any) -> str:
     ``~NAME`` of an unknown user stays as written: the path is then one that does not exist.
     """
     return os.path.expanduser(fields.filled_text(value))
+
+
+def server_url(value: Any) -> str:
+    """``http://host:port``, without a password: everybody can read a list of processes."""
+    url = fields.filled_text(value)
+    try:
+        parts = urlsplit(url)
+        is_complete = parts.scheme in ("http", "https") and parts.hostname
+        has_more = parts.query or parts.fragment or "@" in parts.netloc or parts.port == 0
+    except ValueError:
+        is_complete, has_more = None, True
+    if not is_complete or has_more:
+        raise ValueError(
+            f"{quoted(value)} is not the address of a data set's server, such as "
+            "http://192.168.8.1:8400"
+        )
+    return url
 
 
 def conda_env(value: Any) -> str:

@@ -45,7 +45,6 @@ class _Run:
     python: str
     """The interpreter where the options name none."""
     attempt: int
-    token: str | None
 
     @cached_property
     def id(self) -> int:
@@ -76,7 +75,11 @@ class _Run:
 
 
 def render_torchrun(
-    plan: Plan, folder: str, python: str, attempt: int = 0, token: str | None = None
+    plan: Plan,
+    folder: str,
+    python: str,
+    attempt: int = 0,
+    secrets: JobEnv | None = None,
 ) -> tuple[NodeCommand, ...]:
     """One torchrun a node, all with one rendezvous.
 
@@ -84,15 +87,16 @@ def render_torchrun(
         folder: where the command runs, on every node.
         python: the interpreter where the options name none.
         attempt: how often the ranks were started before.
-        token: by which the ranks recognise each other; lines that are printed have none.
+        secrets: the tokens of the job; lines that are printed have none.
 
     Raises TorchrunError where the plan cannot run that way.
     """
     _check(plan)
-    run = _Run(plan, folder, python, attempt, token)
+    run = _Run(plan, folder, python, attempt)
+    tokens = secrets.to_environ() if secrets else {}
     commands: list[NodeCommand] = []
     for component in plan.components:
-        environ = {**node_environ(plan, component), **JobEnv(token=token).to_environ()}
+        environ = {**node_environ(plan, component), **tokens}
         for node in component.nodes:
             words = _torchrun_words(run, component, node_rank=len(commands))
             commands.append(_node_command(run, node, words, environ))

@@ -5,6 +5,7 @@ import base64
 import hashlib
 import http.client
 import os
+import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -28,9 +29,9 @@ PIECES_OF_A_CLIENT = 3
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataServer]:
     folder = tmp_path_factory.mktemp("served") / "set"
     make_data_set(folder)
-    server = DataServer(folder)
-    yield server
-    assert server.stop() == 0
+    with DataServer(folder) as server:
+        yield server
+        assert server.stop() == 0
 
 
 def status_of(request: urllib.request.Request) -> int:
@@ -144,13 +145,26 @@ def test_a_changed_file_is_refused_not_sent(served: DataServer) -> None:
     content = path.read_bytes()
     path.write_bytes(content[:-1] + b"!")
     assert status_of(served.request("/files/small/0")) == 410
-    path.unlink()
-    path.symlink_to("/etc/hostname")
-    assert status_of(served.request("/files/small/0")) == 410
-    path.unlink()
     path.write_bytes(content)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert status_of(served.request("/files/small/0")) == 200
+
+
+def test_a_link_made_while_serving_leads_nowhere(served: DataServer) -> None:
+    path = served.folder / "small/1"
+    outside = served.folder.parent / "outside"
+    shutil.copy2(path, outside)  # with the same size and time
+    path.rename(served.folder.parent / "kept")
+    path.symlink_to(outside)
+    assert status_of(served.request("/files/small/1")) == 410
+    path.unlink()
+    (served.folder.parent / "kept").rename(path)
+    (served.folder / "small").rename(served.folder.parent / "moved")
+    (served.folder / "small").symlink_to(served.folder.parent / "moved")
+    assert status_of(served.request("/files/small/1")) == 410
+    (served.folder / "small").unlink()
+    (served.folder.parent / "moved").rename(served.folder / "small")
+    assert status_of(served.request("/files/small/1")) == 200
 
 
 def test_token_file_is_made_for_its_user_only(tmp_path: Path) -> None:
