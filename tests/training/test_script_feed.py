@@ -1,17 +1,20 @@
 """Which batch a module is called with, and the weights of what it returns; no ranks."""
 
 import dataclasses
+import functools
 from collections import OrderedDict, namedtuple
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DistributedSampler
 
-from ddp_slurm.training.scripts.batches import Share
+from ddp_slurm.training.scripts.batches import Share, share_batches
 from ddp_slurm.training.scripts.errors import UnevenError
 from ddp_slurm.training.scripts.feed import Delivery, Feed
-from ddp_slurm.training.scripts.statistics import _statistics
+from ddp_slurm.training.scripts.losses import _Looks
+from ddp_slurm.training.scripts.statistics import statistics_of
 from ddp_slurm.training.scripts.weights import CallWeight, unweighted, weighted
 
 WHOLE, LAST = Share(4, 28), Share(1, 5)
@@ -89,12 +92,67 @@ def test_loader_of_an_evaluation_does_not_count_as_a_second_one() -> None:
     assert feed.take(batch(4), is_training=True) == WHOLE
 
 
+@pytest.mark.parametrize(
+    ("rows", "samples", "is_refused"),
+    [
+        ([[1, 2, -100], [3, 4, -100]], 2, False),
+        ([[1, 2, -100], [3, -100, -100]], 2, True),
+        ([[1, 2, 3], [3, 4, 5]], 2, False),
+        ([[1, 2, -100]], 1, True),
+        ([[1, -100], [1, -100], [1, -100]], 4, True),
+    ],
+)
+def test_ignored_targets_are_refused_unless_each_sample_has_as_many(
+    rows: list[list[int]], samples: int, is_refused: bool
+) -> None:
+    target = torch.tensor(rows).flatten()
+    refuse = functools.partial(_Looks().refuse_ignored, "cross_entropy", target, -100, samples)
+    if not is_refused:
+        refuse()
+        return
+    with pytest.raises(UnevenError, match="leaves out targets"):
+        refuse()
+
+
+class Script:
+    """Of a training, with BatchNorm or without."""
+
+    def __init__(self, needs_two_samples: bool) -> None:
+        self.needs_two_samples = needs_two_samples
+
+    def is_training(self, is_shuffled: bool) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("samples", "has_norm", "last"),
+    [
+        (31, False, [1, 2]),
+        (31, True, [0, 3]),
+        (30, True, [2, 0]),
+        (29, True, [0, 1]),
+        (33, True, [0, 5]),
+    ],
+)
+def test_batch_norm_gets_no_share_of_one_sample(
+    monkeypatch: pytest.MonkeyPatch, samples: int, has_norm: bool, last: list[int]
+) -> None:
+    monkeypatch.setenv("DDP_SLURM_SHARES", "2,5")
+    for rank in (0, 1):
+        sampler = DistributedSampler(range(samples), 2, rank)  # type: ignore[arg-type]
+        found = share_batches(BatchSampler(sampler, 7, False), 2, Script(has_norm))
+        assert found is not None
+        sizes = [len(batch) for batch in found]
+        assert [share.own for share in found.shares] == [[4, 10][rank]] * 2 + [last[rank]]
+        assert sizes[-1] == (last[rank] or 2)
+
+
 def test_statistics_have_one_order_on_all_ranks() -> None:
     """The order of a set of names differs by process."""
     names = [str(number) for number in range(20)]
     model = nn.Sequential(OrderedDict((name, nn.BatchNorm1d(2)) for name in names))
     expected = [f"{name}.running_{kind}" for name in names for kind in ("mean", "var")]
-    assert _statistics(model) == expected
+    assert statistics_of(model) == expected
 
 
 class Iterator:

@@ -5,7 +5,7 @@ script's own order: a run with uneven shares takes the same samples in the same 
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import accumulate, islice
 from typing import Any, NamedTuple, Protocol
 
@@ -32,6 +32,17 @@ class Share(NamedTuple):
     def factor(self, world_size: int) -> float:
         """What the gradient of the rank's mean loss is multiplied by, see ``uneven.gradients``."""
         return world_size * self.own / self.total
+
+
+class Training(Protocol):
+    """What an iteration asks at its beginning."""
+
+    @property
+    def needs_two_samples(self) -> bool:
+        """Whether a model cannot train on one sample: BatchNorm has no variance of one."""
+
+    def is_training(self, is_shuffled: bool) -> bool:
+        """Whether it is of the training: others get the batches of the unmodified script."""
 
 
 class Blocks(Protocol):
@@ -121,13 +132,12 @@ class ShareBatches(Sampler[list[int]]):
 
     Args:
         blocks: of the loader.
-        is_divided: (whether the loader shuffles) to whether the iteration that begins now is of the
-            training. Others, such as an evaluation, get the batches of the unmodified script.
+        training: of the script.
     """
 
-    def __init__(self, blocks: Blocks, is_divided: Callable[[bool], bool]) -> None:
+    def __init__(self, blocks: Blocks, training: Training) -> None:
         self.blocks = blocks
-        self._decide = is_divided
+        self._training = training
         self.is_divided = False
         self.planned = planned_shares(blocks.size, blocks.world_size)
         self.shares: list[Share] = []
@@ -143,7 +153,7 @@ class ShareBatches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         self.shares = []
-        self.is_divided = self._decide(self.blocks.is_shuffled)
+        self.is_divided = self._training.is_training(self.blocks.is_shuffled)
         if self.is_divided:
             return self._own_parts(self.shares)
         return self._equal_parts(self.shares)
@@ -153,11 +163,16 @@ class ShareBatches(Sampler[list[int]]):
         rank = self.blocks.rank
         for block in self.blocks:
             is_whole = len(block) == sum(self.planned)
-            counts = self.planned if is_whole else apportion(len(block), self.planned)
+            counts = self.planned if is_whole else self._part_of_the_rest(len(block))
             start = list(accumulate(counts, initial=0))[rank]
             own = block[start : start + counts[rank]]
             shares.append(Share(len(own), len(block)))
             yield own or (block * STAND_INS)[:STAND_INS]
+
+    def _part_of_the_rest(self, samples: int) -> list[int]:
+        """The shares of an incomplete block."""
+        counts = apportion(samples, self.planned)
+        return without_ones(counts) if self._training.needs_two_samples else counts
 
     def _equal_parts(self, shares: list[Share]) -> Iterator[list[int]]:
         """The batches of the unmodified script, all ranks the same number of samples."""
@@ -166,9 +181,20 @@ class ShareBatches(Sampler[list[int]]):
             yield batch
 
 
-def share_batches(
-    batch_sampler: Any, world_size: int, is_divided: Callable[[bool], bool]
-) -> ShareBatches | None:
+def without_ones(counts: list[int]) -> list[int]:
+    """No rank has a single sample: the largest share takes it, so that all samples are trained on.
+
+    >>> without_ones([1, 1, 3])
+    [0, 0, 5]
+    >>> without_ones([0, 1, 1])
+    [0, 2, 0]
+    """
+    changed = [0 if count == 1 else count for count in counts]
+    changed[counts.index(max(counts))] += sum(counts) - sum(changed)
+    return changed
+
+
+def share_batches(batch_sampler: Any, world_size: int, training: Training) -> ShareBatches | None:
     """For a batch sampler whose order over all ranks is known; None for any other."""
     blocks: Blocks | None = None
     if type(batch_sampler).__name__ == "BatchSamplerShard":
@@ -177,7 +203,7 @@ def share_batches(
         blocks = DistributedBlocks(batch_sampler)
     if blocks is None or blocks.world_size != world_size:
         return None
-    return ShareBatches(blocks, is_divided)
+    return ShareBatches(blocks, training)
 
 
 def _has_known_order(sampler: object) -> bool:

@@ -54,7 +54,7 @@ def install(modules: Modules) -> None:
         plain_init(self, *args, **kwargs)
         # past DataLoader's own __setattr__, which protects a loader that is made
         object.__setattr__(self, "_ddp_slurm_line", users_line())
-        balanced = share_batches(self.batch_sampler, modules.world_size, modules.is_training)
+        balanced = share_batches(self.batch_sampler, modules.world_size, modules)
         if balanced is not None:
             refuse_without_order(self)
             object.__setattr__(self, "batch_sampler", balanced)

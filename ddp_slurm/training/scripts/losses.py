@@ -51,7 +51,8 @@ def _checked(function: Callable[..., Tensor], modules: Modules) -> Callable[...,
         modules.has_mean_loss |= is_mean
         if is_mean and _is_weighted(input, modules):
             _refuse_class_weights(function.__name__, weight)
-            looks.refuse_ignored(function.__name__, target, ignore_index)
+            samples = modules.share.size if modules.share else 1
+            looks.refuse_ignored(function.__name__, target, ignore_index, samples)
         return function(input, target, weight, size_average, ignore_index, *args, **options)
 
     return checked
@@ -73,16 +74,19 @@ def _refuse_class_weights(name: str, weight: Tensor | None) -> None:
 
 
 class _Looks:
-    """Looks for ignored targets at the calls 1, 2, 4, 8, ...: a look waits for the GPU."""
+    """Looks for ignored targets at the calls 1, 2, 4, 8, ...: a look waits for the GPU.
+
+    As many in each sample are no harm: a causal language model ignores the last word of each text.
+    """
 
     def __init__(self) -> None:
         self._calls = 0
         self._found: Tensor | None = None
 
-    def refuse_ignored(self, name: str, target: Tensor, ignore_index: int) -> None:
+    def refuse_ignored(self, name: str, target: Tensor, ignore_index: int, samples: int) -> None:
         if target.is_floating_point():
             return
-        found = (target == ignore_index).any()
+        found = _are_unlike(target == ignore_index, samples)
         self._found = found if self._found is None else self._found | found
         self._calls += 1
         if self._calls & (self._calls - 1) == 0 and bool(self._found):
@@ -90,3 +94,11 @@ class _Looks:
                 f"{users_line()}: {name} leaves out targets (ignore_index={ignore_index}) and is "
                 f"divided by the number of the others, which differs by rank. {REMEDY}"
             )
+
+
+def _are_unlike(ignored: Tensor, samples: int) -> Tensor:
+    """Whether the samples, one after another in the batch, have unlike numbers of targets."""
+    if samples < 2 or ignored.numel() % samples:
+        return ignored.any()
+    counts = ignored.reshape(samples, -1).sum(1)
+    return (counts != counts[0]).any()

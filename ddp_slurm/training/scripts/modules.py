@@ -17,7 +17,7 @@ from ddp_slurm.training.scripts import hugging_face
 from ddp_slurm.training.scripts.batches import Share, ShareBatches
 from ddp_slurm.training.scripts.errors import UnevenError
 from ddp_slurm.training.scripts.feed import Delivery, Feed
-from ddp_slurm.training.scripts.statistics import average_statistics
+from ddp_slurm.training.scripts.statistics import average_statistics, statistics_of
 from ddp_slurm.training.scripts.weights import CallWeight, unweighted, weighted
 from ddp_slurm.training.uneven.gradients import has_sync_batchnorm
 
@@ -47,6 +47,11 @@ class Modules:
         if not torch.is_grad_enabled():
             return False
         return is_shuffled or all(ddp.module.training for ddp in self._alive)
+
+    @property
+    def needs_two_samples(self) -> bool:
+        """Whether a module has BatchNorm of its own samples, which fails on a single one."""
+        return any(statistics_of(ddp.module) for ddp in self._alive)
 
     def add(self, ddp: DistributedDataParallel) -> None:
         """Note a module that was made. Raises UnevenError for one over a part of the ranks."""

@@ -23,7 +23,7 @@ def average_statistics(ddp: DistributedDataParallel, get_share: Callable[[], Sha
         ddp: other buffers of it stay those of rank 0.
         get_share: the share of the latest batch; None outside of the training.
     """
-    names = _statistics(ddp.module)
+    names = statistics_of(ddp.module)
     if not names or not ddp.broadcast_buffers:
         return
     if dist.get_rank(ddp.process_group) == 0:
@@ -52,7 +52,7 @@ def average_statistics(ddp: DistributedDataParallel, get_share: Callable[[], Sha
     ddp._register_buffer_comm_hook(None, synchronize)
 
 
-def _statistics(model: nn.Module) -> list[str]:
+def statistics_of(model: nn.Module) -> list[str]:
     """Names of the running means and variances in the model's state.
 
     In the model's order, the same on all ranks: each process iterates over a set in an order of its
