@@ -34,6 +34,8 @@ DATA_TOKEN = "DDP_SLURM_DATA_TOKEN"
 
 MEASURED = "measured"
 """The value of BALANCE with which the ranks measure their speed."""
+ADAPTIVE = "adaptive"
+"""The same, with shares that follow the speeds while the ranks train."""
 
 
 class JobEnvError(DdpSlurmError, ValueError):
@@ -76,7 +78,8 @@ class JobEnv:
     """DDP_SLURM_SHARES: samples of the global batch for each rank, as ``54(x3),18,5``."""
     balance: str | None = None
     """DDP_SLURM_BALANCE: ``equal``, ``planned`` (by a file of speeds), or ``measured``: the ranks
-    measure their speed at the start and choose the shares themselves."""
+    measure their speed at the start and choose the shares themselves; ``adaptive``: and change
+    them while they train."""
     comm: Comm | None = None
     """DDP_SLURM_COMM: how the ranks exchange gradients, as ``--comm`` has it; None: exactly."""
     predicted_step: float | None = None

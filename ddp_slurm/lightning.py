@@ -19,7 +19,7 @@ import torch
 
 from ddp_slurm.balance import planned_shares
 from ddp_slurm.errors import DdpSlurmError
-from ddp_slurm.job_env import MEASURED, JobEnv
+from ddp_slurm.job_env import ADAPTIVE, MEASURED, JobEnv
 from ddp_slurm.rank_env import LaunchError, RankEnv, known, tasks_per_node
 
 try:
@@ -104,9 +104,10 @@ class DdpSlurmEnvironment(ClusterEnvironment):
         Raises LaunchError where the job asks for measured shares: Lightning needs its sampler
         before the ranks have met, so nothing can be measured.
         """
-        if self._env.world_size > 1 and JobEnv.from_environ().balance == MEASURED:
+        balance = JobEnv.from_environ().balance
+        if self._env.world_size > 1 and balance in (MEASURED, ADAPTIVE):
             raise LaunchError(
-                "the job asks for measured shares (--balance measured), and a Lightning script "
+                f"the job asks for measured shares (--balance {balance}), and a Lightning script "
                 "needs its shares before the ranks meet and can be measured: submit with "
                 "--balance equal or a file of speeds (--balance speeds.yaml)"
             )

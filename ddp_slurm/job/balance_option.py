@@ -1,4 +1,4 @@
-"""``--balance equal|measured|FILE|TYPE=SPEED,...``: how the global batch is shared out."""
+"""``--balance equal|measured|adaptive|FILE|TYPE=SPEED,...``: how the global batch is shared out."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from ddp_slurm.job.speeds import Speed, Speeds, SpeedsError, read_speeds
 from ddp_slurm.schema.fields import word
 from ddp_slurm.schema.schema import Invalid
 
-WORDS = ("equal", "measured")
+WORDS = ("equal", "measured", "adaptive")
 RELATIVE_SPEED = r"[0-9]{1,6}(\.[0-9]{1,6})?"
 
 
@@ -21,7 +21,8 @@ class Balance:
     """The value of --balance."""
 
     kind: str
-    """``equal``, ``measured`` (by the ranks, at the start), or ``planned`` by speeds."""
+    """``equal``, ``measured`` (by the ranks, at the start), ``adaptive`` (the same, and changed
+    while they train), or ``planned`` by speeds."""
     source: str | None = None
     """What was written for the speeds: the path of a file, or relative speeds."""
     speeds: Speeds | None = None

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from ddp_slurm.job.options import JobOptions
-from ddp_slurm.job_env import MEASURED
+from ddp_slurm.job_env import ADAPTIVE, MEASURED
 from ddp_slurm.launchers import launcher_error, launcher_in
 from ddp_slurm.schema.fields import limit_seconds
 
@@ -53,11 +53,11 @@ def _uneven(options: JobOptions) -> str | None:
             f"--comm {options.comm} is for scripts that call world.wrap(model); it cannot be "
             "combined with --uneven, whose gradients are exact"
         )
-    if options.balance.kind == MEASURED:
+    if options.balance.kind in (MEASURED, ADAPTIVE):
         return (
-            "--balance measured cannot be combined with --uneven: the shares are needed before "
-            "the script has a model to measure. Give the speeds in a file (ddp-slurm measure "
-            "writes it): --balance speeds.yaml"
+            f"--balance {options.balance} cannot be combined with --uneven: the shares are needed "
+            "before the script has a model to measure. Give the speeds in a file (ddp-slurm "
+            "measure writes it): --balance speeds.yaml"
         )
     return None
 

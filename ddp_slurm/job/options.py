@@ -178,9 +178,10 @@ class JobOptions(Schema):
     balance: Balance = key(
         Balance.read,
         EQUAL,
-        "equal|measured|FILE|TYPE=SPEED,...",
-        "how the global batch is shared out: 'equal', 'measured' (at the start), by a file of "
-        "speeds (ddp-slurm measure writes it), or by relative speeds such as rtx3090=2,titan=1",
+        "equal|measured|adaptive|FILE|TYPE=SPEED,...",
+        "how the global batch is shared out: 'equal', 'measured' (at the start), 'adaptive' (and "
+        "changed while the Trainer trains), by a file of speeds (ddp-slurm measure writes it), or "
+        "by relative speeds such as rtx3090=2,titan=1",
     )
     uneven: bool = key(
         fields.flag,

@@ -6,6 +6,7 @@ from ddp_slurm.balance import apportion, equal_shares, split_batch
 from ddp_slurm.curve import Curve
 from ddp_slurm.job.options import JobOptions
 from ddp_slurm.job.speeds import Speed
+from ddp_slurm.job_env import ADAPTIVE, MEASURED
 from ddp_slurm.plan.plan import Component, PlanError, PlannedRank, ranks_of
 
 
@@ -15,7 +16,7 @@ def planned_shares(components: Sequence[Component], options: JobOptions) -> tupl
     Raises PlanError for a file of speeds that does not fit the components.
     """
     batch = options.global_batch_size
-    if batch is None or options.balance.kind == "measured":
+    if batch is None or options.balance.kind in (MEASURED, ADAPTIVE):
         return None
     if options.balance.kind == "planned":
         return tuple(_by_speed(batch, components, options))

@@ -106,8 +106,9 @@ print(DdpSlurmEnvironment().planned_shares(70))
 """
 
 
-def test_measured_shares_are_refused() -> None:
-    done = python(SHARES, {**UNEVEN, "DDP_SLURM_BALANCE": "measured"})
+@pytest.mark.parametrize("balance", ["measured", "adaptive"])
+def test_measured_shares_are_refused(balance: str) -> None:
+    done = python(SHARES, {**UNEVEN, "DDP_SLURM_BALANCE": balance})
     assert done.returncode != 0
     assert "needs its shares before the ranks meet" in done.stderr
 

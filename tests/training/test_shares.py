@@ -37,6 +37,13 @@ def test_planned_shares_of_a_measured_job_are_refused(tmp_path: Path) -> None:
         assert "replace world.planned_shares(10) with world.shares(10, model," in text
 
 
+@pytest.mark.parametrize("kind", ["batch", "planned"])
+def test_adaptive_shares_of_a_loop_are_refused(tmp_path: Path, kind: str) -> None:
+    environ = {"DDP_SLURM_BALANCE": "adaptive"}
+    for text in run_world(tmp_path, (1, 1), ask_for_shares, SLOW_AND_FAST, kind, environ=environ):
+        assert "(--balance adaptive), which only the Trainer can change" in text
+
+
 def test_one_rank_needs_no_measuring(tmp_path: Path) -> None:
     assert run_world(tmp_path, (1,), ask_for_shares, [0.0], "planned", environ=MEASURED) == [[10]]
 

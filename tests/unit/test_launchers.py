@@ -87,7 +87,11 @@ def test_uneven_job_runs_its_command_through_run(command: str, expected: str) ->
 
 @pytest.mark.parametrize(
     ("other", "words"),
-    [({"comm": "bf16"}, "world.wrap"), ({"balance": "measured"}, "--balance speeds.yaml")],
+    [
+        ({"comm": "bf16"}, "world.wrap"),
+        ({"balance": "measured"}, "--balance speeds.yaml"),
+        ({"balance": "adaptive"}, "--balance adaptive cannot be combined with --uneven"),
+    ],
 )
 def test_uneven_job_refuses_what_it_cannot_have(other: dict[str, str], words: str) -> None:
     (error,) = combination_errors(JobOptions(command=["a.py"], uneven="true", **other))

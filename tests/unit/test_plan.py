@@ -230,6 +230,13 @@ def test_many_unknown_nodes_are_a_short_message(tmp_path: Path) -> None:
     assert message.endswith("--nodes: nor are 99995 others")
 
 
+@pytest.mark.parametrize("balance", ["measured", "adaptive"])
+def test_shares_that_the_ranks_choose_are_not_planned(uneven: Path, balance: str) -> None:
+    plan = plan_of(uneven, global_batch_size=90, balance=balance)
+    assert plan.shares is None
+    assert plan.job_env().to_environ()["DDP_SLURM_BALANCE"] == balance
+
+
 def test_shares_by_a_file_of_speeds(uneven: Path, tmp_path: Path) -> None:
     speeds = tmp_path / "speeds.yaml"
     speeds.write_text(

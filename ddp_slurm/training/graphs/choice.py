@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ddp_slurm.balance import BalanceError
 from ddp_slurm.errors import DdpSlurmError, did_you_mean
+from ddp_slurm.training.adaptive.clock import StepClock
 from ddp_slurm.training.exchange import all_gather_values
 from ddp_slurm.training.graphs.compute import GraphedCompute
 from ddp_slurm.training.process_group import World
@@ -64,11 +65,17 @@ class Graphs:
         self._seconds: dict[bool, list[float]] = {False: [], True: []}
 
     def gradients(
-        self, parts: Sequence[tuple[Tensor, Tensor]], factor: Tensor, *, is_whole: bool
+        self,
+        parts: Sequence[tuple[Tensor, Tensor]],
+        factor: Tensor,
+        clock: StepClock,
+        *,
+        is_whole: bool,
     ) -> None:
         """Give the parameters the gradient of the whole global batch. While ``in_use``."""
         assert self._compute is not None
-        self._compute(parts, factor, is_whole=is_whole)
+        with clock.part():
+            self._compute(parts, factor, is_whole=is_whole)
         if self._world.world_size > 1:
             self._compute.flat.sum_over_ranks()
         self._compute.flat.give_to_parameters()

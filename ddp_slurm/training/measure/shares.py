@@ -1,6 +1,7 @@
 """Shares from a measurement at the start of a training."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -15,15 +16,25 @@ from ddp_slurm.training.process_group.facts import RankFacts
 from ddp_slurm.training.uneven.calibrate import TrainingStep, measured_shares
 
 
+class Measured(NamedTuple):
+    """What the ranks' speeds lead to; the same on every rank."""
+
+    shares: list[int]
+    """Samples of a global batch per rank, see ``measured_shares``."""
+    predicted_step: float | None
+    """Seconds of a step."""
+    curves: list[Curve]
+    """Of every rank: seconds of its forward and backward."""
+
+
 def shares_by_measuring(
     step: TrainingStep,
     global_batch: int,
     ranks: Sequence[RankFacts],
     control: dist.ProcessGroup,
     max_batch: int | None = None,
-) -> tuple[list[int], float | None]:
-    """Samples of a global batch per rank, see ``measured_shares``, and the predicted seconds of a
-    step. All ranks call it.
+) -> Measured:
+    """Measure the ranks. All ranks call it.
 
     Where the job is predicted to be slower than its fastest node alone rank 0 prints so, with what
     would help. In a job of ``ddp-slurm measure`` the file of speeds is written and the process ends
@@ -34,7 +45,8 @@ def shares_by_measuring(
         measure_and_leave(step, ranks, control, max_batch)
     shares, costs = measured_shares(step, global_batch, control, max_batch)
     nodes = [fact.node_name for fact in ranks]
-    boxes = boxes_of(nodes, [Curve.line(*cost) for cost in costs], global_batch)
+    curves = [Curve.line(*cost) for cost in costs]
+    boxes = boxes_of(nodes, curves, global_batch)
     network = None
     if len(boxes) > 1:
         assert dist.group.WORLD is not None
@@ -45,4 +57,4 @@ def shares_by_measuring(
         if text and dist.get_rank(control) == 0:
             print(text, flush=True)
     step_of_all = predict(global_batch, boxes, network)
-    return shares, step_of_all.seconds if step_of_all else None
+    return Measured(shares, step_of_all.seconds if step_of_all else None, curves)

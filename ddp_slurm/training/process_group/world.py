@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ddp_slurm.balance import planned_shares
 from ddp_slurm.comm import EXACT
-from ddp_slurm.job_env import MEASURED, JobEnv
+from ddp_slurm.job_env import ADAPTIVE, MEASURED, JobEnv
 from ddp_slurm.rank_env import LaunchError, RankEnv
 from ddp_slurm.training.links.layout import Layout
 from ddp_slurm.training.links.local_steps import LocalSteps
@@ -89,6 +89,12 @@ class World:
                 f"with world.shares({global_batch}, model, loss_function, data), or submit with "
                 "--balance equal or a file of speeds"
             )
+        if self.world_size > 1 and JobEnv.from_environ().balance == ADAPTIVE:
+            raise LaunchError(
+                "the job asks for shares that follow the ranks' speeds (--balance adaptive), which "
+                "only the Trainer can change while it trains: for a loop of your own submit with "
+                "--balance measured"
+            )
         return planned_shares(global_batch, self.world_size)
 
     def shares(
@@ -114,7 +120,7 @@ class World:
         if not self._measures:
             return self.planned_shares(global_batch)
         step = TrainingStep(model, loss_function, batch_reader(data, self.device), self.device)
-        return shares_by_measuring(step, global_batch, self.ranks, self.control, max_batch)[0]
+        return shares_by_measuring(step, global_batch, self.ranks, self.control, max_batch).shares
 
     def micro_batch(
         self,

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 
-from ddp_slurm.job_env import MEASURED, JobEnv
+from ddp_slurm.job_env import ADAPTIVE, MEASURED, JobEnv
 from ddp_slurm.rank_env import RankEnv
 from ddp_slurm.training.scripts import loaders, losses, modules, recording
 from ddp_slurm.training.scripts.errors import UnevenError
@@ -20,10 +20,10 @@ def install(environ: Mapping[str, str] = os.environ) -> Modules | None:
     job_env = JobEnv.from_environ(environ)
     if world_size == 1 and job_env.verify is None:
         return None
-    if job_env.balance == MEASURED:
+    if job_env.balance in (MEASURED, ADAPTIVE):
         raise UnevenError(
-            "measured shares (--balance measured) need a model and data to measure with, before "
-            "the script's own exist. Give the speeds in a file: --balance speeds.yaml"
+            f"measured shares (--balance {job_env.balance}) need a model and data to measure with, "
+            "before the script's own exist. Give the speeds in a file: --balance speeds.yaml"
         )
     ddp_modules = Modules(world_size)
     modules.install(ddp_modules)

@@ -26,6 +26,9 @@ class TrainerConfig:
     shares: Sequence[int] | None = None
     """Samples of the global batch per rank, their sum ``global_batch``; 0 is allowed. None: those
     of the job's plan, measured at the start with ``--balance measured``, equal without a plan."""
+    adapt_shares: bool = False
+    """Change the shares while training, when the ranks' speeds change, as ``--balance adaptive``
+    does. The gradient stays exact and the global batch the same."""
     micro_batch: int | Literal["auto"] | None = "auto"
     """The most samples that a rank runs at once; a larger share is accumulated over several
     backward passes. ``auto``: what each rank's GPU holds, found by trying at the start or taken

@@ -22,7 +22,7 @@ class Progress:
     def __init__(self, trainer: Trainer, steps: int) -> None:
         self.trainer = trainer
         self.steps = steps
-        self.printer = ProgressPrinter(steps) if trainer._prints else None
+        self.printer = ProgressPrinter(steps) if trainer.prints else None
         whole_epoch = -(-trainer.sampler.length // trainer.sampler.global_batch)
         self.steps_of_an_epoch = whole_epoch
         tenth = max(LEAST_STEPS_BETWEEN_REPORTS, whole_epoch // 10)
@@ -92,6 +92,7 @@ class Progress:
                 "loss": loss,
                 "images_per_second": sum(rates),
                 "images_per_second_by_rank": rates,
+                "shares": self.trainer.sampler.shares,
                 "learning_rate": self.trainer.optimizer.param_groups[0]["lr"],
             }
         )

@@ -22,6 +22,7 @@ COLUMNS = (
     "loss",
     "accuracy",
     "images_per_second",
+    "shares",
     "learning_rate",
     "seconds",
 )

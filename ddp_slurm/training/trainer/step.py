@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.job_env import JobEnv
+from ddp_slurm.training.adaptive.clock import StepClock
 from ddp_slurm.training.graphs.choice import Graphs
 from ddp_slurm.training.graphs.compute import (
     GraphedCompute,
@@ -27,10 +28,20 @@ from ddp_slurm.training.trainer.loss_sum import LossSum
 from ddp_slurm.training.trainer.precision import Precision
 from ddp_slurm.training.trainer.report import say
 from ddp_slurm.training.uneven.gradients import (
+    find_ddp,
     has_sync_batchnorm,
     no_sample_loss,
 )
 from ddp_slurm.training.uneven.weighted_loss import WeightedLoss
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """Raises DdpSlurmError for a model that is wrapped already."""
+    if find_ddp(model) is not None:
+        raise DdpSlurmError(
+            f"the model, a {type(model).__name__}, has DistributedDataParallel in it; pass it "
+            "without: the Trainer adds it"
+        )
 
 
 def check_scaler(precision: Precision) -> None:
@@ -60,6 +71,9 @@ class OptimizerStep:
     ) -> None:
         """``model`` is wrapped by ``world.wrap``; in a world of one rank it need not be."""
         self.model = model
+        self._inner = model
+        if isinstance(model, DistributedDataParallel):
+            self._inner = model.module
         made = [local for local in world.local_steps if local.optimizer is optimizer]
         self.local_steps = made[-1] if made else None
         self.optimizer = optimizer
@@ -74,6 +88,7 @@ class OptimizerStep:
         self.most_at_once = config.most_at_once
         self._global_batch = config.global_batch
         self._syncs_batchnorm = has_sync_batchnorm(model)
+        self.clock = StepClock(world.device)
         self.graphs = self._make_graphs(world, config)
 
     def run(self, inputs: Tensor, targets: Tensor, counts: Sequence[int]) -> None:
@@ -95,19 +110,24 @@ class OptimizerStep:
             if self.graphs.in_use and not checks_loss:
                 factor = self.scaler.scale(factor_tensor(total, targets.device))
                 filled = [part for part in parts if len(part[1])]
-                self.graphs.gradients(filled, factor, is_whole=is_whole)
+                self.graphs.gradients(filled, factor, self.clock, is_whole=is_whole)
             else:
                 self._gradients(parts, total)
             self.loss_sum.samples += own
-            self._update()
+            with self.clock.part():
+                self._update()
 
     def _gradients(self, parts: Sequence[tuple[Tensor, Tensor]], total: float | Tensor) -> None:
         """Give the parameters the gradient of the whole global batch."""
         self.optimizer.zero_grad(set_to_none=True)
-        for i, part in enumerate(parts):
-            with self._reduction(is_last=i + 1 == len(parts)):
-                loss = self._scaled_loss(*part, total)
-                self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        exchanges_after = self.clock.is_on and self.model is not self._inner
+        with self.clock.part():
+            for i, part in enumerate(parts):
+                with self._reduction(is_last=i + 1 == len(parts) and not exchanges_after):
+                    loss = self._scaled_loss(*part, total)
+                    self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        if exchanges_after:  # a backward that adds nothing, and sends what no_sync has kept
+            no_sample_loss(self.model).backward()  # type: ignore[no-untyped-call]
 
     def _update(self) -> None:
         if self._clip_norm is not None:
@@ -117,14 +137,11 @@ class OptimizerStep:
         self.scaler.update()
 
     def _make_graphs(self, world: World, config: TrainerConfig) -> Graphs:
-        inner = self.model
-        if isinstance(inner, DistributedDataParallel):
-            inner = inner.module
         reason = reason_of_device(world.device) or self._reason_of_exchange()
-        reason = reason or self.loss.reason_against_graphs or reason_of_model(inner)
+        reason = reason or self.loss.reason_against_graphs or reason_of_model(self._inner)
         compute = None
         if reason is None and config.graphs != "off":
-            work = ForwardBackward(inner, self.loss, self.precision, self.loss_sum)
+            work = ForwardBackward(self._inner, self.loss, self.precision, self.loss_sum)
             compute = GraphedCompute(
                 work, lambda why: say(f"graphs: {world.place} has none, since {why}")
             )

@@ -1,5 +1,6 @@
 """A training loop for uneven ranks: exact gradients, snapshots, a stop before the time limit."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from torch.optim import Optimizer
 from ddp_slurm.comm import EXACT
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.job_env import JobEnv
-from ddp_slurm.training.data import DataError, Source, as_source
+from ddp_slurm.training.data import Batch, DataError, Source, as_source
 from ddp_slurm.training.process_group import World
 from ddp_slurm.training.process_group.stop_signal import stop_when_preempted
 from ddp_slurm.training.process_group.stop_vote import StopVote
+from ddp_slurm.training.trainer.adaptive import AdaptiveShares
 from ddp_slurm.training.trainer.config import TrainerConfig
 from ddp_slurm.training.trainer.evaluation import evaluate
 from ddp_slurm.training.trainer.precision import choose_precision
@@ -23,10 +25,10 @@ from ddp_slurm.training.trainer.records import Records, open_recorder
 from ddp_slurm.training.trainer.report import print_prediction, print_rank_table, say
 from ddp_slurm.training.trainer.saver import Saver
 from ddp_slurm.training.trainer.split import choose_split
-from ddp_slurm.training.trainer.step import OptimizerStep, check_scaler
+from ddp_slurm.training.trainer.step import OptimizerStep, check_scaler, check_unwrapped
 from ddp_slurm.training.uneven.batchnorm import BatchNormStatistics
 from ddp_slurm.training.uneven.calibrate import TrainingStep, slowest_step
-from ddp_slurm.training.uneven.gradients import LossFunction, find_ddp
+from ddp_slurm.training.uneven.gradients import LossFunction
 from ddp_slurm.training.uneven.sampler import BalancedSampler, seed_of
 from ddp_slurm.training.uneven.weighted_loss import WeightedLoss
 
@@ -77,11 +79,7 @@ class Trainer:
         **settings: Any,
     ) -> None:
         config = replace(config, **settings) if config else TrainerConfig(**settings)
-        if find_ddp(model) is not None:
-            raise DdpSlurmError(
-                f"the model, a {type(model).__name__}, has DistributedDataParallel in it; pass it "
-                "without: the Trainer adds it"
-            )
+        check_unwrapped(model)
         self.world = world
         self.module = model
         self.optimizer = optimizer
@@ -92,6 +90,7 @@ class Trainer:
         self.eval_data = None if eval_data is None else as_source(eval_data, world.device)
         self.precision = choose_precision(config.precision, world.ranks)
         self.split = choose_split(world, config, self._training_step(), len(self.train_data))
+        self.predicted_step = self.split.predicted_step
         self.seen_steps: list[float] = []
         shares = self.split.shares
         self.sampler = BalancedSampler(len(self.train_data), shares, world.rank, seed=config.seed)
@@ -99,9 +98,10 @@ class Trainer:
         check_scaler(self.precision)
         self.optimizer_step = self._make_step()
         self.epoch, self.samples_done, self.step = 0, 0, 0
+        self.prints = world.rank == 0 and not config.quiet
+        self._adaptive = AdaptiveShares(self, self.split.curves)
         self.records = Records(config.recorders)
         self._saver = Saver(self)
-        self._prints = world.rank == 0 and not config.quiet
         self._vote = StopVote(world.control)
         torch.manual_seed(seed_of(config.seed, world.rank, "rank"))
 
@@ -115,11 +115,11 @@ class Trainer:
         """Run to the end, or to a stop that a signal requested. All ranks return the same."""
         if self.config.snapshot is not None and JobEnv.from_environ().requeue_marker:
             stop_when_preempted(self.world.rank)
-        if self._saver.load() and self._prints:
+        if self._saver.load() and self.prints:
             self._report_resume()
         if self.config.metrics_path is not None and self.world.rank == 0:
             self.records.add(open_recorder(self.config.metrics_path, self.step))
-        if self._prints:
+        if self.prints:
             print_rank_table(self.world.ranks, self.sampler.shares)
         if not self.module.training:  # layers that were set to eval() one by one stay so
             self.module.train()
@@ -133,9 +133,10 @@ class Trainer:
                 return Result(False, self.step, metrics)
             metrics = self._end_epoch()
         self._vote.result()
+        self._adaptive.finish()
         self.world.average()
-        if self._prints:
-            print_prediction(self.split.predicted_step, self.seen_steps, self.config.global_batch)
+        if self.prints:
+            print_prediction(self.predicted_step, self.seen_steps, self.config.global_batch)
         return Result(True, self.step, metrics)
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
@@ -160,7 +161,7 @@ class Trainer:
             precision=self.precision,
             batch_size=self._evaluation_batch(),
         )
-        if self._prints:
+        if self.prints:
             accuracy = f"  accuracy {metrics['accuracy']:.4f}" if "accuracy" in metrics else ""
             place = f"epoch {self.epoch}/{self.config.total_epochs}"
             say(f"{place}  evaluation loss {metrics['loss']:.4f}{accuracy}")
@@ -218,17 +219,20 @@ class Trainer:
         """One epoch, or the rest of it; False if all ranks have agreed to stop early."""
         self.sampler.set_epoch(self.epoch, self.samples_done)
         steps = len(self.sampler)
-        spans = [self.sampler.span(step) for step in range(steps)]
         progress = Progress(self, steps)
         try:
-            batches = self.train_data.batches(self.sampler.order(), spans, self.epoch)
+            batches = self._batches(0)
             for index in range(steps):
                 # Before the batch: one that is not trained on must not use up random numbers.
                 if self._vote.result():
+                    self._adaptive.finish()
                     return False
+                if self._adaptive.before_step(index):
+                    batches = self._batches(index)
                 inputs, targets = next(batches)
                 self._vote.cast(self.world.stop_requested and self.config.snapshot is not None)
                 self._train_step(index, inputs, targets)
+                self._adaptive.after_step(index)
                 self._saver.probe_once(after_step=True)
                 progress.after_step(index)
                 if index + 1 < steps:
@@ -236,6 +240,11 @@ class Trainer:
         finally:
             progress.close()
         return True
+
+    def _batches(self, first: int) -> Iterator[Batch]:
+        """This rank's batches of the epoch, from a step on."""
+        spans = [self.sampler.span(step) for step in range(first, len(self.sampler))]
+        return self.train_data.batches(self.sampler.order(), spans, self.epoch)
 
     def _train_step(self, index: int, inputs: Tensor, targets: Tensor) -> None:
         counts = self.sampler.rank_samples(index)
@@ -280,5 +289,5 @@ class Trainer:
                 raise DdpSlurmError(
                     f"the snapshot is saved, but the job will not be requeued: {error}"
                 ) from error
-        if self._prints:
+        if self.prints:
             say(f"stopped by a signal after step {self.step}, with a snapshot to resume from")

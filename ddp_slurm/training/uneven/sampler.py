@@ -84,6 +84,19 @@ class BalancedSampler(Sampler[list[int]]):
         self.epoch = epoch
         self.first_sample = first_sample
 
+    def set_shares(self, shares: Sequence[int]) -> None:
+        """Divide the steps that are still to come in another way; the global batch stays.
+
+        Steps keep their numbers and their samples. Not while a DataLoader is reading ahead.
+        """
+        shares = list(shares)
+        if len(shares) != len(self.shares) or sum(shares) != self.global_batch or min(shares) < 0:
+            raise BalanceError(
+                f"shares {shares}: expected {len(self.shares)} shares with the sum "
+                f"{self.global_batch}"
+            )
+        self.shares = shares
+
     def __len__(self) -> int:
         """Steps left in this epoch, the same on every rank."""
         left = self.length - self.first_sample

@@ -1,0 +1,1 @@
+"""Shares that follow the ranks' speeds while they train."""

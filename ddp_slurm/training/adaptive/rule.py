@@ -1,0 +1,77 @@
+"""When a rank's speed has changed, and which shares fit. Pure: the same on every rank."""
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ddp_slurm.balance import split_batch
+from ddp_slurm.curve import Curve
+
+DEAD_BAND = 0.03
+"""New shares are taken if they shorten the slowest rank's work by more than this part. Equal cards
+differ by less, so their shares stay."""
+KEPT = 3
+"""Measurements a rank. Their median ignores one that was disturbed, and follows a change that two
+have seen."""
+
+
+class Seen(NamedTuple):
+    """Seconds of one step on one rank."""
+
+    compute: float
+    """Forward and backward of its share."""
+    update: float
+    """The optimizer's step, whatever the share."""
+
+
+class Speeds:
+    """What the ranks' work takes now.
+
+    Args:
+        curves: seconds of a step against its samples for each rank, measured at the start. What is
+            seen later says how many times slower the whole curve has become.
+    """
+
+    def __init__(self, curves: Sequence[Curve]) -> None:
+        self._curves = curves
+        self._slower = [deque([1.0], KEPT) for _ in curves]
+        self._updates = [deque([0.0], KEPT) for _ in curves]
+        self._has_seen = False
+
+    def add(self, shares: Sequence[int], seen: Sequence[Seen]) -> None:
+        """A measurement of every rank, each at its share."""
+        if not self._has_seen:  # the first one replaces what was assumed
+            self._has_seen = True
+            for values in (*self._slower, *self._updates):
+                values.clear()
+        for rank, (share, each) in enumerate(zip(shares, seen, strict=True)):
+            at_start = self._curves[rank].seconds(share)
+            known = self._slower[rank][-1] if self._slower[rank] else 1.0
+            # Without samples there is nothing to see: the last speed that is known stays.
+            self._slower[rank].append(each.compute / at_start if at_start else known)
+            self._updates[rank].append(each.update)
+
+    def slower(self, rank: int) -> float:
+        """Times as slow as at the start."""
+        return statistics.median(self._slower[rank])
+
+    def curves(self) -> list[Curve]:
+        return [self._now(rank) for rank in range(len(self._curves))]
+
+    def slowest(self, shares: Sequence[int]) -> float:
+        """Seconds of the slowest rank's work."""
+        pairs = zip(self.curves(), shares, strict=True)
+        return max(curve.seconds(share) for curve, share in pairs)
+
+    def better(self, shares: Sequence[int]) -> list[int] | None:
+        """Shares of the same sum, if they are clearly faster."""
+        found = split_batch(sum(shares), self.curves())
+        is_worth_it = self.slowest(found) < (1 - DEAD_BAND) * self.slowest(shares)
+        return found if is_worth_it else None
+
+    def _now(self, rank: int) -> Curve:
+        curve, slower = self._curves[rank], self.slower(rank)
+        update = statistics.median(self._updates[rank])
+        times = tuple(slower * seconds + update for seconds in curve.times)
+        return Curve(curve.samples, times, slower * curve.slope)
