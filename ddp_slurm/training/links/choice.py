@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_slurm.comm import EXACT, Comm
+from ddp_slurm.exchange import HIDDEN, LOCAL_STEPS
 from ddp_slurm.training.links.exchange import Exchange
 from ddp_slurm.training.links.layout import Layout
 from ddp_slurm.training.links.local_steps import LocalConfig
@@ -20,8 +21,6 @@ SECONDS = 2.0
 CLEARLY = 1.1
 """Two levels are taken where they are faster by this factor. Less may be noise, and a resumed run
 must find the same way again: its sums would differ in the last bit."""
-LOCAL_STEPS = (8, 16, 32, 64)
-"""What ``auto:local`` chooses from."""
 
 
 @dataclass(frozen=True)
@@ -87,19 +86,21 @@ def choose(comm: Comm, exact_seconds: float | None, compute_seconds: float | Non
 
     Args:
         exact_seconds: of one exact exchange of all gradients; None where no link is crossed.
-        compute_seconds: of one step without it, behind which an exchange can hide; None: unknown,
-            and nothing is hidden.
+        compute_seconds: of one step without it; None: unknown, and nothing is hidden. The gradients
+            of a step can hide behind a part of it only, since they appear during backward; the
+            average of local steps can hide behind all of it.
     """
     if comm.kind != "auto":
         return comm
-    hidden = compute_seconds or 0.0
+    compute = compute_seconds or 0.0
+    hidden = HIDDEN * compute
     if comm.allows == "exact" or exact_seconds is None or exact_seconds <= hidden:
         return EXACT
     bf16_seconds = exact_seconds / 2
     if comm.allows == "bf16" or bf16_seconds <= hidden:
         return Comm("bf16")
-    enough = (n for n in LOCAL_STEPS if bf16_seconds <= LocalConfig(n).steps_of_delay * hidden)
-    return Comm("local", steps=next(enough, LOCAL_STEPS[-1] if hidden else 32))
+    enough = (n for n in LOCAL_STEPS if bf16_seconds <= LocalConfig(n).steps_of_delay * compute)
+    return Comm("local", steps=next(enough, LOCAL_STEPS[-1] if compute else 32))
 
 
 def arithmetic(
