@@ -1,14 +1,14 @@
 """What the ways of exchanging gradients cost in accuracy: ResNet-18 on CIFAR-10, several seeds.
 
     torchrun --nproc-per-node 2 benchmarks/links_accuracy.py DATA.npz --json accuracy.json
-    # other local steps: outer learning rate and momentum, each average used at once
-    torchrun --nproc-per-node 2 benchmarks/links_accuracy.py DATA.npz --ways local:32 \\
-        --outer 0.7,0.9 --delay 0
+    # with other settings than those of --comm, each of them a way of its own
+    torchrun --nproc-per-node 2 benchmarks/links_accuracy.py DATA.npz \\
+        --ways local:32,local:32+delay=0,local:32+epochs=12,powersgd+rank=8+exact=100
 
 DATA is an .npz archive or the folder of torchvision's CIFAR10. All ways have the same global batch,
-epochs and seeds. Each rank counts as a node, so that bf16 has a link to cross; the links are as
-fast as this host, since only the accuracy is looked at. ``--limit-seconds`` leaves out what is not
-reached.
+epochs and seeds, as far as their settings do not differ. Each rank counts as a node, so that bf16
+has a link to cross; the links are as fast as this host, since only the accuracy is looked at.
+``--limit-seconds`` leaves out what is not reached.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import os
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,11 @@ from ddp_slurm.examples.cifar10 import MEAN, STD, load_cifar10
 from ddp_slurm.examples.models import resnet18, small_resnet, to_channels_last
 from ddp_slurm.training import ResidentImages, Trainer, World, init_distributed
 from ddp_slurm.training.links import wrap
+from ddp_slurm.training.links.choice import steps_of_delay
 from ddp_slurm.training.links.local_steps import LocalConfig
+from ddp_slurm.training.links.wrap import POWERSGD_EXACT_STEPS, POWERSGD_RANK
+
+OUTER = ("outer_lr", "outer_momentum")
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -39,8 +44,6 @@ parser.add_argument("--seeds", type=int, default=5)
 parser.add_argument("--epochs", type=int, default=20)
 parser.add_argument("--global-batch-size", type=int, default=1024)
 parser.add_argument("--lr", type=float, default=0.4, help="at its highest")
-parser.add_argument("--outer", help="learning rate and momentum of local steps, as 0.7,0.9")
-parser.add_argument("--delay", type=int, help="steps from an average's start to its use")
 parser.add_argument("--small", action="store_true", help="a small network")
 parser.add_argument("--limit", type=int, help="only the first N images of each split")
 parser.add_argument("--limit-seconds", type=float, default=570.0)
@@ -84,15 +87,32 @@ def accuracy(
     return 100 * trainer.evaluate(test)["accuracy"]
 
 
+def settings_of(way: str, options: argparse.Namespace) -> argparse.Namespace:
+    """The options for this way, after what it sets has been set in the package."""
+    comm, *changes = way.split("+")
+    os.environ["DDP_SLURM_COMM"] = comm
+    numbers = {name: float(number) for name, number in (one.split("=") for one in changes)}
+    changed = argparse.Namespace(**vars(options))
+    changed.epochs = int(numbers.pop("epochs", options.epochs))
+    changed.lr = numbers.pop("lr", options.lr)
+    wrap.POWERSGD_RANK = int(numbers.pop("rank", POWERSGD_RANK))
+    wrap.POWERSGD_EXACT_STEPS = int(numbers.pop("exact", POWERSGD_EXACT_STEPS))
+    local: dict[str, Any] = {name: numbers.pop(name) for name in OUTER if name in numbers}
+    if "delay" in numbers:
+        local["delay"] = int(numbers.pop("delay"))
+    if numbers:
+        raise SystemExit(f"--ways {way}: unknown settings {', '.join(numbers)}")
+    wrap.LocalConfig = functools.partial(LocalConfig, **local)  # type: ignore[assignment,attr-defined]
+    if "delay" in local:
+        wrap.steps_of_delay = lambda *measured: local["delay"]  # type: ignore[assignment]
+    else:
+        wrap.steps_of_delay = steps_of_delay
+    return changed
+
+
 def main() -> None:
     options = parser.parse_args()
     os.environ["GROUP_RANK"] = os.environ["RANK"]  # torchrun's name of the node's number
-    outer_lr, outer_momentum = LocalConfig(1).outer_lr, LocalConfig(1).outer_momentum
-    if options.outer:
-        outer_lr, outer_momentum = map(float, options.outer.split(","))
-    wrap.LocalConfig = functools.partial(  # type: ignore[misc,assignment]
-        LocalConfig, outer_lr=outer_lr, outer_momentum=outer_momentum, delay=options.delay
-    )
     torch.backends.cudnn.benchmark = True
     started = time.monotonic()
     found: dict[str, list[float]] = {way: [] for way in options.ways.split(",")}
@@ -100,12 +120,11 @@ def main() -> None:
         data = load_cifar10(options.data, options.limit)
         for seed in range(options.seeds):
             for way in found:
-                os.environ["DDP_SLURM_COMM"] = way
                 is_late = [time.monotonic() - started > options.limit_seconds]
                 dist.broadcast_object_list(is_late, src=0, group=world.control)
                 if is_late[0]:
                     continue
-                found[way].append(accuracy(world, data, seed, options))
+                found[way].append(accuracy(world, data, seed, settings_of(way, options)))
                 if world.rank == 0:
                     at = time.monotonic() - started
                     print(f"{at:5.0f} s  seed {seed} {way}: {found[way][-1]:.2f} %", flush=True)
@@ -118,7 +137,7 @@ def report(found: dict[str, list[float]], options: argparse.Namespace) -> None:
         if values:
             spread = statistics.stdev(values) if len(values) > 1 else 0.0
             mean = statistics.fmean(values)
-            print(f"{way:9} {mean:.2f} % ± {spread:.2f} ({len(values)} seeds)", flush=True)
+            print(f"{way:24} {mean:.2f} % ± {spread:.2f} ({len(values)} seeds)", flush=True)
     if options.json is not None:
         settings = {name: str(value) for name, value in vars(options).items()}
         options.json.write_text(json.dumps({"settings": settings, "accuracy": found}) + "\n")

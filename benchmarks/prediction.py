@@ -1,238 +1,191 @@
-"""How far the predicted time of a step is from the measured one, over limited links. Needs root.
+"""How good predicted steps are, and what ``--nodes auto --comm auto:bf16`` chooses by them.
 
-    python -m benchmarks.prediction [--labs N]
+    python -m benchmarks.prediction --live 8 --modelled 12      # the first need root
 
-Each lab has a network namespace for each machine, joined by links of 50 to 200 Mbit/s (tc tbf).
-A rank's compute is a sleep in proportion to its samples, so that the two cores of a small machine
-are not the limit; its gradients are real, of 8 MB. Each lab is measured as ``ddp-slurm measure``
-does it. Then every choice of machines trains with the shares that are best for it, and the table
-has its step beside the predicted one, and how much slower the chosen one is than the best.
+Random labs: 1 to 5 machines of 1 to 4 ranks, up to 5 times as fast as each other, links of 50
+Mbit/s to 10 Gbit/s. The small ones are run: a network namespace for each machine, links limited
+with tc tbf, measured as ``ddp-slurm measure`` does it; then every choice of machines trains in
+every way through ``world.wrap``. The large ones are played by a model that is finer than the
+prediction's. The table compares the choice with the best of all, and with the best machine alone.
 """
 
 import argparse
-import multiprocessing
-import os
+import json
+import random
 import statistics
-import subprocess
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
-from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.functional import mse_loss
-from torch.nn.parallel import DistributedDataParallel
-
-from benchmarks.links_network import PORT, Machines, enter
+from benchmarks.prediction_labs import Lab, Ways, measured, random_lab, step_seconds
+from benchmarks.prediction_ranks import LiveLab, train
 from ddp_slurm.balance import split_batch
+from ddp_slurm.comm import Comm
 from ddp_slurm.console import table
 from ddp_slurm.curve import Curve
-from ddp_slurm.exchange import PLAIN, Box, Network
-from ddp_slurm.predict import fastest, predict
-from ddp_slurm.training import World, init_distributed
-from ddp_slurm.training.exchange import all_gather_values
-from ddp_slurm.training.measure.cards import measure_card
-from ddp_slurm.training.measure.links import measure_links, rings_of
-from ddp_slurm.training.measure.overlap import measure_hidden
-from ddp_slurm.training.measure.run import gradient_bytes
-from ddp_slurm.training.uneven.calibrate import TrainingStep
+from ddp_slurm.exchange import BF16, SMALLER_BUCKETS, Box, Network, Way, exchange_seconds, ways_of
+from ddp_slurm.predict import Prediction, fastest, predict
+from ddp_slurm.training.links.choice import choose
 
-WIDTH, LAYERS = 500, 8
-"""8 layers of a megabyte of gradients each."""
-STEPS = 4
+AUTO = "auto:bf16"
+EXACT = (Way(),)
+
+Run = Callable[[Sequence[int], Sequence[int], Ways], list[float]]
+"""Seconds of a step on some machines, with shares, in several ways."""
 
 
-class Lab(NamedTuple):
-    """Machines, in the order of ranks."""
+class Outcome(NamedTuple):
+    """Of one lab."""
 
-    milliseconds: Sequence[Sequence[float]]
-    """Of a sample, for each rank of each machine."""
-    rate: str
-    """Of every machine's link."""
-    batch: int
-    """Samples of a step over all ranks."""
-
-
-LABS = (
-    Lab(((1.0,), (2.0,)), "100mbit", 400),
-    Lab(((4.0, 4.0), (8.0,)), "200mbit", 600),
-    Lab(((2.0,), (4.0,), (3.0,)), "50mbit", 1200),
-    Lab(((1.0, 1.0, 1.0), (5.0,)), "100mbit", 300),
-)
+    best: float
+    """Seconds of a step, of all choices and ways."""
+    single: float
+    """Of the best machine alone."""
+    chosen: float
+    choice: str
+    errors: list[float]
+    """Of each prediction, as a part of what was seen."""
 
 
-class Sleep(torch.autograd.Function):
-    """Sleeps once in forward and twice as long in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, seconds: float) -> Tensor:
-        time.sleep(seconds)
-        ctx.seconds = seconds
-        return inputs.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        time.sleep(2 * ctx.seconds)
-        return gradient, None
-
-
-class Sleeper(nn.Module):
-    """Takes so long for each sample, whatever is computed."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
-        self.layers = nn.ModuleList(layers)
-        self.seconds = seconds / (3 * LAYERS)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """One row of inputs for each sample; the arithmetic is that of one."""
-        hidden = inputs[:1]
-        for layer in self.layers:
-            hidden = Sleep.apply(layer(hidden), self.seconds * len(inputs))  # type: ignore[no-untyped-call]
-        return hidden
-
-
-def batch_of(samples: int) -> tuple[Tensor, Tensor]:
-    return torch.zeros(samples, WIDTH), torch.zeros(1, WIDTH)
-
-
-def work(world: World, lab: Lab) -> list[dict[str, Any]]:
-    """Measure, then train with each choice of machines. The same rows on every rank."""
-    node = world.ranks[world.rank].node_rank
-    torch.manual_seed(0)
-    model = Sleeper(lab.milliseconds[node][world.env.local_rank or 0] / 1000)
-    step = TrainingStep(model, mse_loss, batch_of, world.device)
-    own = measure_card(step, world.control)
-    points = all_gather_values(own.points, world.control)
-    curves = [Curve.through([(n, seconds) for n, seconds in of_rank]) for of_rank in points]
-    node_ranks = [fact.node_rank for fact in world.ranks]
-    rings = rings_of(node_ranks)
-    links = measure_links(rings, world.device, world.control)
-    sizes = sorted(set.intersection(*({n for n, _ in of_rank} for of_rank in points)))
-    size = gradient_bytes(model)
-    hidden = measure_hidden(step, curves, sizes, size)
-    by_names = {
-        frozenset(map(str, ring.nodes)): link for ring, link in zip(rings, links, strict=True)
-    }
-    network = Network(size, by_names, ways=PLAIN)
-    if hidden is not None:
-        network = network._replace(hidden=hidden)
-    members: dict[int, list[int]] = {}
-    for rank, number in enumerate(node_ranks):
-        members.setdefault(number, []).append(rank)
-    boxes = {
-        number: Box((str(number),), tuple((curves[rank], lab.batch) for rank in ranks))
-        for number, ranks in members.items()
-    }
-    best = fastest(lab.batch, list(boxes.values()), network)
-    rows = []
-    for count in range(1, len(boxes) + 1):
-        for choice in combinations(boxes, count):
-            ranks = [rank for number in choice for rank in members[number]]
-            shares = split_batch(lab.batch, [curves[rank] for rank in ranks])
-            seconds = seconds_of_step(world, model, ranks, shares)
-            step_of = predict(lab.batch, [boxes[number] for number in choice], network)
-            names = tuple(map(str, choice))
-            is_chosen = best is not None and best.names == names
-            assert step_of is not None
-            row = {"choice": names, "predicted": step_of.seconds, "seen": seconds}
-            rows.append({**row, "chosen": is_chosen})
-    return rows
+def outcome_of(lab: Lab, network: Network, curves: Sequence[Sequence[Curve]], run: Run) -> Outcome:
+    tuned = network._replace(bucket_choices=(None, *SMALLER_BUCKETS))
+    boxes = [
+        Box((str(machine),), tuple((curve, lab.batch) for curve in own))
+        for machine, own in enumerate(curves)
+    ]
+    auto = tuned._replace(ways=ways_of(Comm.read(AUTO)))
+    best = fastest(lab.batch, boxes, auto)
+    assert best is not None
+    seen, errors = [], []
+    for choice in _choices(len(boxes)):
+        own_boxes = [boxes[machine] for machine in choice]
+        own_curves = [curve for machine in choice for curve in curves[machine]]
+        shares = split_batch(lab.batch, own_curves)
+        steps = [predict(lab.batch, own_boxes, tuned._replace(ways=EXACT))]
+        if len(choice) > 1:
+            steps.append(predict(lab.batch, own_boxes, tuned._replace(ways=(BF16,))))
+        ways = [_way(step, comm) for step, comm in zip(steps, ("exact", "bf16"), strict=False)]
+        is_chosen = tuple(map(str, choice)) == best.names
+        found = run(choice, shares, [*ways, _way(best, AUTO)] if is_chosen else ways)
+        if is_chosen:
+            chosen = found.pop()
+        for step, seconds in zip(steps, found, strict=True):
+            assert step is not None
+            errors.append(step.seconds / seconds - 1)
+            seen.append((seconds, len(choice)))
+    return Outcome(
+        best=min(seconds for seconds, _ in seen),
+        single=min(seconds for seconds, count in seen if count == 1),
+        chosen=chosen,
+        choice=",".join(best.names),
+        errors=errors,
+    )
 
 
-def seconds_of_step(world: World, model: nn.Module, ranks: list[int], shares: list[int]) -> float:
-    """The median of a few steps of these ranks; the same number on all ranks."""
-    group = dist.new_group(ranks)
-    found = []
-    if world.rank in ranks:
-        assert isinstance(group, dist.ProcessGroup)
-        share = shares[ranks.index(world.rank)]
-        ddp = DistributedDataParallel(model, process_group=group) if len(ranks) > 1 else model
-        inputs, targets = batch_of(share)
-        for _ in range(2 + STEPS):  # DDP settles its buckets in the first two
-            dist.barrier(group=group)
-            started = time.perf_counter()
-            mse_loss(ddp(inputs), targets).backward()  # type: ignore[no-untyped-call]
-            found.append(time.perf_counter() - started)
-            model.zero_grad()
-        dist.barrier(group=group)
-    everyone = all_gather_values(found[2:], world.control)
-    steps = zip(*(of_rank for of_rank in everyone if of_rank), strict=True)
-    return statistics.median(max(step) for step in steps)
+def _choices(machines: int) -> Iterator[tuple[int, ...]]:
+    for count in range(1, machines + 1):
+        yield from combinations(range(machines), count)
 
 
-def serve(namespace: str, environ: dict[str, str], pipe: Connection, lab: Lab) -> None:
-    enter(namespace)
-    os.environ.update(environ)
-    torch.set_num_threads(1)
-    with init_distributed(backend="gloo", timeout_seconds=120) as world:
-        pipe.send(work(world, lab))
+def _way(step: Prediction | None, comm: str) -> tuple[str, int | None, float]:
+    assert step is not None
+    return comm, step.bucket_bytes, step.compute
 
 
-def limit(machines: Machines, rate: str) -> None:
-    """With a burst that is small beside the gradients: a real link has none."""
-    for machine, name in enumerate(machines.names):
-        for namespace, device in ((name, "eth0"), (machines.switch, f"port{machine}")):
-            shape = ["tbf", "rate", rate, "burst", "64kb", "latency", "200ms"]
-            command = ["tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *shape]
-            subprocess.run(command, check=True)
+def live(lab: Lab, source: random.Random) -> Outcome:
+    with LiveLab(lab) as machines:
+        network, curves = machines.network()
+
+        def run(choice: Sequence[int], shares: Sequence[int], ways: Ways) -> list[float]:
+            found: list[float] = machines.run(choice, train, shares, ways)
+            return found
+
+        return outcome_of(lab, network, curves, run)
 
 
-def run(lab: Lab, port: int) -> list[dict[str, Any]]:
-    tasks = [len(ranks) for ranks in lab.milliseconds]
-    context = multiprocessing.get_context("fork")
-    with Machines(len(tasks)) as machines:
-        limit(machines, lab.rate)
-        processes, pipes = [], []
-        for machine, count in enumerate(tasks):
-            for local_rank in range(count):
-                environ = {
-                    "RANK": str(len(processes)),
-                    "WORLD_SIZE": str(sum(tasks)),
-                    "LOCAL_RANK": str(local_rank),
-                    "LOCAL_WORLD_SIZE": str(count),
-                    "NODE_RANK": str(machine),
-                    "MASTER_ADDR": machines.address(0),
-                    "MASTER_PORT": str(port),
-                    "GLOO_SOCKET_IFNAME": "eth0",
-                }
-                mine, theirs = context.Pipe()
-                arguments = (machines.names[machine], environ, theirs, lab)
-                process = context.Process(target=serve, args=arguments, daemon=True)
-                process.start()
-                theirs.close()
-                processes.append(process)
-                pipes.append(mine)
-        rows: list[dict[str, Any]] = pipes[0].recv()
-        for process in processes:
-            process.join(30)
-    return rows
+def modelled(lab: Lab, source: random.Random) -> Outcome:
+    network, curves = measured(lab, source)
+
+    def run(choice: Sequence[int], shares: Sequence[int], ways: Ways) -> list[float]:
+        return [_modelled_step(lab, choice, shares, *way) for way in ways]
+
+    return outcome_of(lab, network, curves, run)
+
+
+def _modelled_step(
+    lab: Lab,
+    choice: Sequence[int],
+    shares: Sequence[int],
+    comm: str,
+    bucket: int | None,
+    compute: float,
+) -> float:
+    """With the way that ``world.wrap`` would find the fastest when the job starts."""
+    exact = {way: step_seconds(lab, choice, shares, way, bucket) for way in ("flat", "two levels")}
+    if comm == AUTO:
+        network, curves = measured(lab, random.Random(0))
+        boxes = [Box((str(m),), tuple((curve, lab.batch) for curve in curves[m])) for m in choice]
+        seconds = exchange_seconds(boxes, network, Way()) if len(choice) > 1 else None
+        comm = choose(Comm.read(AUTO), seconds, compute).kind
+    if comm == "bf16":
+        return step_seconds(lab, choice, shares, "bf16", bucket)
+    return min(exact.values())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--labs", type=int, default=len(LABS), help="only the first N labs")
-    labs = LABS[: parser.parse_args().labs]
-    lines: list[Sequence[str]] = [
-        ("LAB", "LINK", "MACHINES", "PREDICTED MS", "SEEN MS", "OFF %", "")
-    ]
-    errors = []
-    for number, lab in enumerate(labs):
-        rows = run(lab, PORT + 100 + number)
-        best = min(row["seen"] for row in rows)
-        name = "+".join(str(len(ranks)) for ranks in lab.milliseconds)
-        for row in rows:
-            off = 100 * (row["predicted"] / row["seen"] - 1)
-            errors.append(abs(off))
-            note = f"chosen, {row['seen'] / best:.2f} of the best" if row["chosen"] else ""
-            times = (f"{1000 * row['predicted']:.0f}", f"{1000 * row['seen']:.0f}", f"{off:+.1f}")
-            lines.append((name, lab.rate, ",".join(row["choice"]), *times, note))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--live", type=int, default=8, help="small labs, which are run")
+    parser.add_argument("--modelled", type=int, default=12, help="labs of any size, by the model")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    options = parser.parse_args()
+    heads = ("LAB", "MBIT/S", "BEST MS", "CHOICE", "CHOSEN/BEST", "ALONE/CHOSEN", "OFF %", "MOST %")
+    lines: list[Sequence[str]] = [("", *heads)]
+    outcomes: list[dict[str, Any]] = []
+    for number in range(options.live + options.modelled):
+        source = random.Random(1000 * options.seed + number)
+        is_live = number < options.live
+        lab = random_lab(source, small=is_live)
+        found = live(lab, source) if is_live else modelled(lab, source)
+        outcomes.append({"live": is_live, **lab._asdict(), **found._asdict()})
+        lines.append(("live" if is_live else "model", *_row(lab, found)))
+        print("  ".join(lines[-1]), flush=True)
     print(table(lines))
-    print(f"off by {statistics.median(errors):.1f} % in the median, {max(errors):.1f} % at most")
+    for is_live in (True, False):
+        _summarize(is_live, [one for one in outcomes if one["live"] == is_live])
+    if options.json is not None:
+        options.json.write_text(json.dumps(outcomes) + "\n")
+
+
+def _row(lab: Lab, found: Outcome) -> tuple[str, ...]:
+    errors = [abs(error) for error in found.errors]
+    return (
+        lab.name,
+        str(lab.megabits),
+        f"{1000 * found.best:.0f}",
+        found.choice,
+        f"{found.chosen / found.best:.3f}",
+        f"{found.single / found.chosen:.2f}",
+        f"{100 * statistics.median(errors):.1f}",
+        f"{100 * max(errors):.1f}",
+    )
+
+
+def _summarize(is_live: bool, outcomes: Sequence[dict[str, Any]]) -> None:
+    if not outcomes:
+        return
+    errors = sorted(abs(error) for one in outcomes for error in one["errors"])
+    losses = [one["chosen"] / one["best"] - 1 for one in outcomes]
+    slower = sum(one["chosen"] > 1.02 * one["single"] for one in outcomes)
+    within = sum(error <= 0.1 for error in errors)
+    print(
+        f"{'run' if is_live else 'modelled'}: the choice is {100 * max(losses):.1f} % slower than "
+        f"the best at most; slower than the best machine alone in {slower} of {len(outcomes)}; "
+        f"{within} of {len(errors)} predictions within 10 %, {100 * max(errors):.1f} % at most"
+    )
 
 
 if __name__ == "__main__":

@@ -103,16 +103,22 @@ class Network(NamedTuple):
         return 1 + math.ceil(behind_first / self._next_buckets)
 
     @property
-    def last_bucket(self) -> float:
-        """The part of the gradients that is in the last bucket: backward ends before it is sent.
+    def decisive_buckets(self) -> list[tuple[float, float]]:
+        """Where the first, the second and the last two buckets begin and end among the gradients,
+        0 to 1. Those between are as large as the second.
 
-        >>> Network(FIRST_BUCKET_BYTES + 3 * BUCKET_BYTES, {}).last_bucket
-        0.32894736842105265
+        >>> Network(FIRST_BUCKET_BYTES + 3 * BUCKET_BYTES, {}).decisive_buckets[:2]
+        [(0.0, 0.013157894736842105), (0.013157894736842105, 0.34210526315789475)]
         """
-        behind_first = self.gradient_bytes - self._first_bucket
-        if behind_first <= 0:
-            return 1.0
-        return (behind_first - self._next_buckets * (self.buckets - 2)) / self.gradient_bytes
+        numbers = {0, 1, self.buckets - 2, self.buckets - 1}
+        known = sorted(number for number in numbers if 0 <= number < self.buckets)
+        return [(self._sent_before(number), self._sent_before(number + 1)) for number in known]
+
+    def _sent_before(self, bucket: int) -> float:
+        if bucket == 0:
+            return 0.0
+        sent = self._first_bucket + (bucket - 1) * self._next_buckets
+        return min(1.0, sent / self.gradient_bytes)
 
     @property
     def _first_bucket(self) -> int:

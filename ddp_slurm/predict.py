@@ -1,9 +1,10 @@
 """How long a step takes on a choice of nodes, and which choice is fastest. Standard library only.
 
 A step is the slowest rank's forward, backward and update, and the part of the gradients' exchange
-that backward does not hide:
+that backward does not hide. A bucket is sent when backward has made it and the one before it has
+gone, so with a bucket that begins at b and ends at e among the gradients, 0 to 1,
 
-    step = compute + max(exchange - hidden * compute, exchange of the last bucket)
+    step = compute + the maximum over the buckets of (1 - b) exchange - (1 - e) hidden * compute
 """
 
 from collections import Counter
@@ -81,8 +82,10 @@ def _shown(exchange: float, network: Network, way: Way, compute: float) -> float
     """Seconds a step of an exchange that are not hidden."""
     if way.steps > 1:
         return max(0.0, exchange / way.steps - compute)
-    last = exchange * network.last_bucket
-    return max(exchange - network.hidden * compute, last)
+    hidden = network.hidden * compute
+    return max(
+        exchange * (1 - begin) - hidden * (1 - end) for begin, end in network.decisive_buckets
+    )
 
 
 def fastest(global_batch: int, nodes: Sequence[Box], network: Network | None) -> Prediction | None:

@@ -91,6 +91,23 @@ def _local_world(world: World, steps: int) -> tuple[nn.Module, Optimizer]:
     return world.wrap(network, optimizer, [1] * world.world_size), optimizer
 
 
+def delays_of_local_steps(pipe: Connection) -> list[int]:
+    """As measured, and of a snapshot with these and with other steps: an exact exchange takes 0.5 s
+    here, and a step 0.1 s on rank 0, 0.05 s on rank 1."""
+    choice._seconds_of = lambda exchange, size: 0.5
+    os.environ["DDP_SLURM_COMM"] = "local:32"
+    with init_distributed() as world:
+        network = nn.Linear(700, 400)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        world.wrap(network, optimizer, [1, 1], 0.1 / (1 + world.rank))
+        local = world.local_steps[0]
+        delays = [local.config.steps_of_delay]
+        for timing in ([32, 3], [8, 4]):
+            local.load_state({**local.state(), "timing": timing})
+            delays.append(local.config.steps_of_delay)
+        return delays
+
+
 def skip_a_step(pipe: Connection) -> None:
     """As a GradScaler does on a rank whose gradient overflows."""
     with init_distributed() as world:

@@ -13,7 +13,13 @@ from torch.nn.functional import cross_entropy
 from ddp_slurm.training import BalancedSampler
 from ddp_slurm.training.links.local_steps import LocalConfig
 
-from .links_worker import die_between_averages, skip_a_step, with_local_steps, wrapped
+from .links_worker import (
+    delays_of_local_steps,
+    die_between_averages,
+    skip_a_step,
+    with_local_steps,
+    wrapped,
+)
 from .trainer_worker import Run, relative_error, run, train
 from .workers import Case, flat, make_data, make_model, train_alone
 from .worlds import PATIENCE_SECONDS, run_world, world
@@ -151,6 +157,11 @@ def test_trainer_with_local_steps_ends_with_one_model(tmp_path: Path) -> None:
     one, other = run(tmp_path, (1, 1), settings, environ=environ)
     assert (one.step, other.step) == (18, 18)
     assert torch.equal(one.weights, other.weights)
+
+
+def test_delay_is_measured_and_kept_in_snapshots(tmp_path: Path) -> None:
+    """0.25 s in bf16, and 1.1 times that for safety, are 3 steps of rank 0 and 6 of rank 1."""
+    assert run_world(tmp_path, (1, 1), delays_of_local_steps) == [[6, 3, 3]] * 2
 
 
 def test_trainer_with_local_steps_refuses_fp16(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from ddp_slurm.comm import Comm
-from ddp_slurm.training.links.choice import Measured, arithmetic, choose
+from ddp_slurm.training.links.choice import Measured, arithmetic, choose, steps_of_delay
 from ddp_slurm.training.links.layout import Layout
 
 
@@ -53,6 +53,13 @@ def test_auto_takes_the_most_exact_way_that_is_hidden(
     asked: str, exact_seconds: float | None, compute_seconds: float | None, taken: str
 ) -> None:
     assert str(choose(Comm.read(asked), exact_seconds, compute_seconds)) == taken
+
+
+@pytest.mark.parametrize(
+    ("exchange_seconds", "delay"), [(0.18, 14), (0.018, 2), (1e-6, 1), (0.3, 16), (9.0, 16)]
+)
+def test_average_is_used_as_soon_as_it_has_arrived(exchange_seconds: float, delay: int) -> None:
+    assert steps_of_delay(32, exchange_seconds, 0.015) == delay
 
 
 def test_two_levels_must_win_clearly() -> None:

@@ -1,5 +1,6 @@
 """Which way the ranks exchange gradients: by what was asked for, and a short measurement."""
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -101,6 +102,18 @@ def choose(comm: Comm, exact_seconds: float | None, compute_seconds: float | Non
         return Comm("bf16")
     enough = (n for n in LOCAL_STEPS if bf16_seconds <= LocalConfig(n).steps_of_delay * compute)
     return Comm("local", steps=next(enough, LOCAL_STEPS[-1] if compute else 32))
+
+
+def steps_of_delay(steps: int, exchange_seconds: float, compute_seconds: float) -> int:
+    """After how many optimizer steps an average of local steps has arrived; half of ``steps`` at
+    most.
+
+    The error grows with the delay: meanwhile the ranks go on from different points. Momentum lets
+    their differences swing, with a period of some ten steps: a correction as late as the next
+    average meets them on the other side, and adds to them.
+    """
+    needed = math.ceil(CLEARLY * exchange_seconds / compute_seconds)
+    return min(needed, LocalConfig(steps).steps_of_delay)
 
 
 def arithmetic(

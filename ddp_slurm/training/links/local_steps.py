@@ -18,7 +18,7 @@ arXiv:2006.00441.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -45,7 +45,8 @@ class LocalConfig:
     """Nesterov momentum of the anchor."""
     delay: int | None = None
     """Steps from the start of an average to its use; the exchange has this long to end unnoticed.
-    None: half of ``steps``. 0: every rank waits for it."""
+    None: half of ``steps``. 0: every rank waits for it. As long as ``steps`` it makes training with
+    momentum unstable."""
 
     @property
     def steps_of_delay(self) -> int:
@@ -110,7 +111,8 @@ class LocalSteps:
 
     def state(self) -> dict[str, Any]:
         """After ``average``, for a snapshot: what all ranks have in common besides the model."""
-        return {"velocity": self._velocity.cpu()}
+        timing = [self.config.steps, self.config.steps_of_delay]
+        return {"velocity": self._velocity.cpu(), "timing": timing}
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Any] | None) -> None:
@@ -123,6 +125,9 @@ class LocalSteps:
         self._velocity.zero_()
         if state is not None:
             self._velocity.copy_(state["velocity"])
+            steps, delay = state.get("timing", (0, 0))
+            if steps == self.config.steps:  # the delay is measured at a run's start
+                self.config = replace(self.config, delay=delay)
         self._pending = None
         self.steps_since_sent = 0
 

@@ -1,7 +1,7 @@
 """DistributedDataParallel with the exchange that the job asks for (``--comm``)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,14 @@ from ddp_slurm.comm import EXACT, Comm
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.job_env import JobEnv
 from ddp_slurm.rank_env import RankEnv, known
-from ddp_slurm.training.links.choice import LEAST_BYTES, Measured, arithmetic, choose, measure
+from ddp_slurm.training.links.choice import (
+    LEAST_BYTES,
+    Measured,
+    arithmetic,
+    choose,
+    measure,
+    steps_of_delay,
+)
 from ddp_slurm.training.links.exchange import Exchange
 from ddp_slurm.training.links.layout import Layout
 from ddp_slurm.training.links.local_steps import LocalConfig, LocalSteps
@@ -56,7 +63,8 @@ def attach(
     total = sum(p.numel() * p.element_size() for p in ddp.parameters() if p.requires_grad)
     exchange = _needed_exchange(links, total)
     measured = None
-    if exchange is not None and comm.kind in ("exact", "auto"):
+    is_timed = comm.kind in ("exact", "auto") or (comm.kind == "local" and compute_seconds)
+    if exchange is not None and is_timed and total >= LEAST_BYTES:
         measured = measure(exchange, total)
     chosen = choose(comm, measured.best if measured else None, compute_seconds)
     if exchange is not None:
@@ -67,7 +75,11 @@ def attach(
         print(f"comm: {way}: {numbers}", flush=True)
     if chosen.kind == "local":
         assert exchange is not None
-        return _local_steps(links, chosen, ddp, exchange, optimizer, shares)
+        local = _local_steps(links, chosen, ddp, exchange, optimizer, shares)
+        if measured is not None and compute_seconds:
+            seconds = measured.best / (2 if exchange.bf16 else 1)
+            _settle_delay(links, local, seconds, compute_seconds)
+        return local
     if chosen.kind == "powersgd":
         _use_powersgd(ddp, links.device)
     elif exchange is not None and (exchange.two_levels or exchange.bf16):
@@ -156,6 +168,17 @@ def _local_steps(
             "world.wrap(model, optimizer, shares)"
         )
     return LocalSteps(ddp, optimizer, shares, exchange, links.control, LocalConfig(chosen.steps))
+
+
+def _settle_delay(
+    links: Links, local: LocalSteps, exchange_seconds: float, compute_seconds: float
+) -> None:
+    """Let each average be used as soon as all ranks have it."""
+    delay = torch.tensor(steps_of_delay(local.config.steps, exchange_seconds, compute_seconds))
+    dist.all_reduce(delay, op=dist.ReduceOp.MAX, group=links.control)
+    local.config = replace(local.config, delay=int(delay))
+    if dist.get_rank() == 0:
+        print(f"comm: each average is used {int(delay)} steps after it was begun", flush=True)
 
 
 def mean_over_ranks(exchange: Exchange, bucket: GradBucket) -> Future[Tensor]:

@@ -185,7 +185,7 @@ class Trainer:
         comm = JobEnv.from_environ().comm or EXACT
         shares = self.sampler.shares
         seconds = None
-        if comm.kind == "auto" and not comm.is_exact:
+        if comm.kind in ("auto", "local") and not comm.is_exact:
             seconds = slowest_step(
                 self._training_step(), shares, self.world.control, self.split.micro_batch
             )
