@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from ddp_slurm.errors import DdpSlurmError, counted
+from ddp_slurm.parent import die_with_parent
 
 STOP_GRACE_SECONDS = 5
 """Between SIGTERM and SIGKILL: enough to close a file, too short to finish a hung collective."""
@@ -23,8 +23,6 @@ EARLY_SECONDS = 60.0
 POLL_SECONDS = 0.05
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 """Those that stop all processes: the terminal is closed, Ctrl-C, Ctrl-\\, kill."""
-
-PR_SET_PDEATHSIG = 1
 
 Child = asyncio.subprocess.Process
 
@@ -180,15 +178,10 @@ async def _start(process: Process) -> Child:
             stderr=subprocess.PIPE,
             # A group of its own: its children are stopped with it, and Ctrl-C comes through us.
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
     except OSError as error:
         raise StartError(f"{process.argv[0]}: cannot be started: {error.strerror}") from None
-
-
-def _die_with_parent() -> None:
-    """End with this process, even if that is killed with SIGKILL (prctl(2), Linux)."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 async def _exit_of(child: Child) -> int:

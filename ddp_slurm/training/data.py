@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 from ddp_slurm.errors import DdpSlurmError
-from ddp_slurm.training.process_group.ending import die_with_parent
+from ddp_slurm.parent import die_with_parent
 from ddp_slurm.training.uneven.sampler import emptied, seed_of
 
 SHIFT_PIXELS = 4

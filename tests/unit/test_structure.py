@@ -17,6 +17,7 @@ PACKAGE = ROOT / "ddp_slurm"
 EVERY_RANK = (
     "errors",
     "user",
+    "parent",
     "trust",
     "hostlist",
     "ask",

@@ -2,9 +2,7 @@
 time."""
 
 import contextlib
-import ctypes
 import os
-import signal
 import sys
 import threading
 import time
@@ -13,10 +11,9 @@ from pathlib import Path
 from types import TracebackType
 
 from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.parent import die_with_parent
 
 LINE_SECONDS = 2.0
-PR_SET_PDEATHSIG = 1
-"""From linux/prctl.h."""
 TORCHRUN = (b"torchrun", b"torch.distributed.run", b"ddp_slurm.torchrun_agent")
 GLOO_SECONDS = 5.0
 GLOO_THREAD = "pt_gloo_runloop"
@@ -46,11 +43,6 @@ def print_errors_plainly(place: str) -> None:
         os._exit(error.exit_status)  # a hook cannot change the status in another way
 
     sys.excepthook = on_uncaught
-
-
-def die_with_parent() -> None:
-    """From now on Linux kills this process when the thread ends that has started it."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def die_with_torchrun() -> None:
