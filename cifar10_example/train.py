@@ -1,6 +1,7 @@
 """A ResNet, or LeNet, on CIFAR-10 on all the GPUs you own, however uneven: see README.md."""
 
 import argparse
+from functools import partial
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -8,16 +9,24 @@ from torch.nn.functional import cross_entropy
 from ddp_slurm.examples.arguments import (
     add_arguments,
     number_of,
+    part,
     print_result,
     real_number,
     trainer_config,
 )
 from ddp_slurm.examples.cifar10 import MEAN, STD, load_cifar10
-from ddp_slurm.examples.models import lenet, resnet18, small_resnet, to_channels_last
+from ddp_slurm.examples.models import (
+    MirroredTest,
+    lenet,
+    resnet9,
+    resnet18,
+    small_resnet,
+    to_channels_last,
+)
 from ddp_slurm.job_env import JobEnv
 from ddp_slurm.training import ResidentImages, Trainer, init_distributed
 
-MODELS = {"small": small_resnet, "resnet18": resnet18, "lenet": lenet}
+MODELS = {"small": small_resnet, "resnet9": resnet9, "resnet18": resnet18, "lenet": lenet}
 
 parser = argparse.ArgumentParser(description=__doc__)
 add_arguments(parser, default_lr=0.2)
@@ -32,6 +41,8 @@ parser.add_argument(
 )
 parser.add_argument("--model", choices=tuple(MODELS), default="small")
 parser.add_argument("--weight-decay", type=real_number(zero=True), default=5e-4)
+parser.add_argument("--label-smoothing", type=part, default=0.0, metavar="PART")
+parser.add_argument("--mirror-test", action="store_true", help="test on mirrored images, too")
 arguments = parser.parse_args()
 
 with init_distributed() as world:
@@ -43,9 +54,11 @@ with init_distributed() as world:
     )
     eval_data = ResidentImages(test_images, test_labels, device, mean=MEAN, std=STD)
 
-    torch.backends.cudnn.benchmark = True
     torch.manual_seed(arguments.seed)
-    model = to_channels_last(MODELS[arguments.model]()).to(device)
+    network = MODELS[arguments.model]()
+    if arguments.mirror_test:
+        network = MirroredTest(network)
+    model = to_channels_last(network).to(device)
     optimizer = torch.optim.SGD(
         model.parameters(),
         lr=arguments.lr,
@@ -56,7 +69,8 @@ with init_distributed() as world:
         fused=device.type == "cuda",
     )
     config = trainer_config(arguments, world, default_global_batch=512)
-    trainer = Trainer(world, model, optimizer, cross_entropy, train_data, eval_data, config)
+    loss = partial(cross_entropy, label_smoothing=arguments.label_smoothing)
+    trainer = Trainer(world, model, optimizer, loss, train_data, eval_data, config)
 
     def warm_up_then_fall(step: int) -> float:
         # Not by steps: a resumed run may have another global batch.

@@ -79,6 +79,14 @@ def real_number(*, zero: bool = False) -> Callable[[str], float]:
     return parse
 
 
+def part(text: str) -> float:
+    """An argparse type: a number from 0 to 1."""
+    number = real_number(zero=True)(text)
+    if number > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+    return number
+
+
 def trainer_config(
     arguments: argparse.Namespace, world: World, *, default_global_batch: int
 ) -> TrainerConfig:

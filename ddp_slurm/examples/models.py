@@ -83,6 +83,74 @@ class CifarResNet(nn.Module):
         return logits
 
 
+class Residual(nn.Module):
+    """The inputs, and what ``inner`` makes of them."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = inputs + self.inner(inputs)
+        return outputs
+
+
+class Scaled(nn.Module):
+    """Outputs in smaller steps: a short training with a high learning rate needs them."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * self.factor
+
+
+class MirroredTest(nn.Module):
+    """In evaluation the mean of a network's outputs for an image and for its mirror image."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: Tensor) -> Tensor:
+        outputs: Tensor = self.network(images)
+        if self.training:
+            return outputs
+        mirrored: Tensor = self.network(images.flip(-1))
+        return (outputs + mirrored) / 2
+
+
+def resnet9(classes: int = 10) -> nn.Sequential:
+    """6.6 million parameters in eight convolutions: learns CIFAR-10 in a few seconds on a GPU.
+
+    Source: David Page 2018, "How to train your ResNet", with its scale of 1/8 for the outputs. The
+    pooling comes before the normalisation, which then has a quarter of the work.
+    """
+    return nn.Sequential(
+        _convolution(3, 64),
+        _convolution(64, 128, pool=True),
+        Residual(nn.Sequential(_convolution(128, 128), _convolution(128, 128))),
+        _convolution(128, 256, pool=True),
+        _convolution(256, 512, pool=True),
+        Residual(nn.Sequential(_convolution(512, 512), _convolution(512, 512))),
+        nn.MaxPool2d(4),
+        nn.Flatten(),
+        nn.Linear(512, classes, bias=False),
+        Scaled(1 / 8),
+    )
+
+
+def _convolution(channels_in: int, channels: int, *, pool: bool = False) -> nn.Sequential:
+    """3x3, of the same size or half of it, normalised."""
+    return nn.Sequential(
+        nn.Conv2d(channels_in, channels, 3, padding=1, bias=False),
+        nn.MaxPool2d(2) if pool else nn.Identity(),
+        nn.BatchNorm2d(channels),
+        nn.ReLU(inplace=True),
+    )
+
+
 def resnet18(classes: int = 10) -> CifarResNet:
     """ResNet-18 for 32x32 images: 11.2 million parameters."""
     return CifarResNet((2, 2, 2, 2), 64, classes)

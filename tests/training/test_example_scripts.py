@@ -70,6 +70,9 @@ def test_cifar10_example_trains_on_uneven_ranks(tmp_path: Path) -> None:
         str(archive(tmp_path / "c.npz")),
         "--snapshot",
         str(tmp_path / "s.pt"),
+        "--label-smoothing",
+        "0.2",
+        "--mirror-test",
     ]
     with world(
         tmp_path, (1, 2), example, script, options, environ={"DDP_SLURM_GLOBAL_BATCH_SIZE": "16"}
@@ -156,6 +159,7 @@ def test_examples_global_batch_of_the_command_line_wins(tmp_path: Path) -> None:
             ["--seed", "18446744073709551616"],
             "argument --seed: '18446744073709551616' is not a whole number from 0 to",
         ),
+        (["--label-smoothing", "1.5"], "'1.5' is not a number from 0 to 1"),
         (["--batch-size", "0"], "argument --batch-size: '0' is not a whole number from 1 to"),
     ],
 )
