@@ -208,5 +208,6 @@ def test_watch_repeats_other_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
         with capture.watch_for_waiting() as places:
             warnings.warn("of the model", stacklevel=1)
             warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+            warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
     assert [str(warning.message) for warning in seen] == ["of the model"]
     assert [place.split(":")[0] for place in places] == [__file__]

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 SYNCHRONISES = "synchronizing CUDA operation"
-"""In torch's warning of ``set_sync_debug_mode``."""
+"""In torch's warning of an operation that waits, with ``set_sync_debug_mode``."""
+PROTOTYPE = "Synchronization debug mode"
+"""In torch's warning of ``set_sync_debug_mode`` itself."""
 
 
 def new_pool() -> Any:
@@ -59,9 +61,10 @@ def watch_for_waiting() -> Iterator[list[str]]:
         finally:
             torch.cuda.set_sync_debug_mode(before)
     for warning in caught:
-        if SYNCHRONISES in str(warning.message):
+        text = str(warning.message)
+        if SYNCHRONISES in text:
             places.append(f"{warning.filename}:{warning.lineno}")
-        else:
+        elif PROTOTYPE not in text:
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
