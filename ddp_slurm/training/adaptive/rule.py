@@ -65,7 +65,9 @@ class Speeds:
         return max(curve.seconds(share) for curve, share in pairs)
 
     def better(self, shares: Sequence[int]) -> list[int] | None:
-        """Shares of the same sum, if they are clearly faster."""
+        """Shares of the same sum, if they are clearly faster. None before enough was seen."""
+        if len(self._updates[0]) < KEPT:
+            return None
         found = split_batch(sum(shares), self.curves())
         is_worth_it = self.slowest(found) < (1 - DEAD_BAND) * self.slowest(shares)
         return found if is_worth_it else None
