@@ -47,8 +47,8 @@ def random_lab(source: random.Random, *, small: bool) -> Lab:
     """1 to 5 machines of 1 to 4 ranks, up to 5 times as fast as each other, and links of 50 Mbit/s
     to 10 Gbit/s. A small one has few ranks, and links that two cores can fill.
 
-    Computing takes from a tenth to three times as long as the gradients on the links: so some labs
-    are faster without some of their machines.
+    Computing takes from a tenth to three times as long as the gradients on the links, in a small
+    lab as long at most: so some labs are faster without some of their machines.
     """
     nodes = source.randint(2, 3) if small else source.randint(1, 5)
     ranks = [source.randint(1, 2 if small else 4) for _ in range(nodes)]
@@ -56,7 +56,7 @@ def random_lab(source: random.Random, *, small: bool) -> Lab:
     megabits = round(50 * (4 if small else 200) ** source.random())
     gradient_bytes = 5e6 if small else 45e6
     exchange = 2 * gradient_bytes / (megabits * 1e6 / 8)
-    compute = exchange * 0.1 * 30 ** source.random()
+    compute = exchange * 0.1 * (10 if small else 30) ** source.random()
     batch = source.choice([200, 400, 800])
     samples_a_second = sum(n * speed for n, speed in zip(ranks, speeds, strict=True))
     # The fastest shares compute for so long.

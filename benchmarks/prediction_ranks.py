@@ -32,7 +32,8 @@ from ddp_slurm.training.uneven.calibrate import TrainingStep
 
 WIDTH, LAYERS = 500, 5
 """5 layers of a megabyte of gradients each."""
-STEPS = 5
+MOST_STEPS, SECONDS = 5, 3.0
+"""Of each way: so many steps, or fewer where they take longer than that; two at least."""
 
 
 class Sleep(torch.autograd.Function):
@@ -108,7 +109,7 @@ def train(world: World, lab: Lab, shares: Sequence[int], ways: Ways) -> list[flo
         if world.world_size > 1:
             model = world.wrap(model, compute_seconds=compute)
         found = []
-        for _ in range(1 + STEPS):
+        for _ in range(1 + max(2, min(MOST_STEPS, int(SECONDS / compute)))):
             dist.barrier(group=world.control)
             started = time.perf_counter()
             mse_loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]

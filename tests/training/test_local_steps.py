@@ -72,8 +72,8 @@ def simulated(case: Case, config: LocalConfig) -> Tensor:
         nonlocal anchor, velocity
         if sent:
             mean = sum(w * (x - anchor) for w, x in zip(weights, sent, strict=True))
-            velocity = config.outer_momentum * velocity + mean
-            anchor = anchor + config.outer_lr * (mean + config.outer_momentum * velocity)
+            velocity = config.momentum * velocity + mean
+            anchor = anchor + config.outer_lr * (mean + config.momentum * velocity)
             points[:] = [points[rank] + anchor - sent[rank] for rank in ranks]
             sent.clear()
 

@@ -11,10 +11,10 @@ gradient; here it is divided out again. With one local step, plain SGD, no outer
 delay the result is therefore that of the exact exchange, whatever the last batch holds.
 
 Sources: local SGD, Stich 2018, arXiv:1805.09767; the outer step is DiLoCo's, Douillard et al.
-2023, arXiv:2311.08105 (with its learning rate of 0.7 and momentum of 0.9; here 1 and 0, the plain
-mean, since a short training with SGD gets further with it); a mean that comes late, to which a rank
-adds what it has done meanwhile, is CoCoD-SGD's, Shen et al. 2019, and DaSGD's, Zhou et al. 2020,
-arXiv:2006.00441.
+2023, arXiv:2311.08105 (with its learning rate of 0.7 and momentum of 0.9, for AdamW and hundreds of
+steps; here 1 and 0.5, near SlowMo's for SGD, Wang et al. 2019, arXiv:1910.00643); a mean that comes
+late, to which a rank adds what it has done meanwhile, is CoCoD-SGD's, Shen et al. 2019, and
+DaSGD's, Zhou et al. 2020, arXiv:2006.00441.
 """
 
 from collections.abc import Sequence
@@ -32,6 +32,10 @@ from torch.optim import Optimizer
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.training.links.exchange import Exchange
 
+OUTER_MOMENTUM = 0.5
+LONG_PERIOD = 16
+"""Steps. Over fewer the optimizer's own momentum carries the common direction on."""
+
 
 @dataclass(frozen=True)
 class LocalConfig:
@@ -41,12 +45,18 @@ class LocalConfig:
     """Optimizer steps between two averages."""
     outer_lr: float = 1.0
     """The part of the mean change by which the anchor moves."""
-    outer_momentum: float = 0.0
-    """Nesterov momentum of the anchor."""
+    outer_momentum: float | None = None
+    """Nesterov momentum of the anchor. None: 0.5 from LONG_PERIOD steps on, 0 below."""
     delay: int | None = None
     """Steps from the start of an average to its use; the exchange has this long to end unnoticed.
     None: half of ``steps``. 0: every rank waits for it. As long as ``steps`` it makes training with
     momentum unstable."""
+
+    @property
+    def momentum(self) -> float:
+        if self.outer_momentum is None:
+            return OUTER_MOMENTUM if self.steps >= LONG_PERIOD else 0.0
+        return self.outer_momentum
 
     @property
     def steps_of_delay(self) -> int:
@@ -156,7 +166,7 @@ class LocalSteps:
         self._check_steps()
         change = self._pending.wait()
         self._pending = None
-        momentum = self.config.outer_momentum
+        momentum = self.config.momentum
         self._velocity.mul_(momentum).add_(change)
         self._anchor.add_(change + momentum * self._velocity, alpha=self.config.outer_lr)
         if self.steps_since_sent == 0:
