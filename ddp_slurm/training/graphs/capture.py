@@ -21,10 +21,13 @@ def new_pool() -> Any:
 def captured(function: Callable[[], object], pool: Any) -> Callable[[], None]:
     """A function that does on the GPU what ``function`` would do now, which does not do it now.
 
-    Raises what ``function`` raises, and RuntimeError for what CUDA cannot capture.
+    Raises what ``function`` raises, and RuntimeError for what CUDA cannot capture, or if the rest
+    of the memory would not hold the same work outside of the graph.
     """
     before = torch.cuda.current_stream()
     graph = torch.cuda.CUDAGraph()
+    torch.cuda.empty_cache()
+    reserved = torch.cuda.memory_reserved()
     try:
         # Other threads may do what a capture forbids: autograd's, NCCL's watchdog, a loader's.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -32,8 +35,19 @@ def captured(function: Callable[[], object], pool: Any) -> Callable[[], None]:
     except BaseException:
         _recover(before)
         raise
+    _check_room(torch.cuda.memory_reserved() - reserved)
     replay: Callable[[], None] = graph.replay
     return replay
+
+
+def _check_room(needed: int) -> None:
+    """Steps without the graph, such as the last of an epoch, need about its memory once more."""
+    free, _ = torch.cuda.mem_get_info()
+    if free < needed:
+        raise RuntimeError(
+            f"the graph takes {needed >> 20} MiB and leaves {free >> 20} MiB, too little for the "
+            "steps without it"
+        )
 
 
 def _recover(stream: torch.cuda.Stream) -> None:
