@@ -190,7 +190,9 @@ def test_watching_step_does_not_outlive_the_script(
     srun = stub("srun", "")
     waits = 'trap \'\' TERM; [[ " $* " != *" --overlap "* ]] || exec /bin/sleep 60'
     srun.write_text(f"#!/bin/bash\n{waits}\n/bin/sleep 0.5\n")
-    assert script(max_restarts=1).run() == 0
+    job = script(max_restarts=1)
+    assert job.run() == 0
+    assert "Killed" not in job.log
 
 
 def test_restart_cancels_the_old_steps_first(
