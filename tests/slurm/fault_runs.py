@@ -38,12 +38,13 @@ AWAY_SECONDS = 60
 """A node for which a job waits so long stays away."""
 
 # Trains with a pause in each step. The rank $1 ends in the way $2, once, after the first step at
-# which the file "fault" exists.
+# which the file "fault" exists. $2 may also be "workers": all ranks read their data by such.
 FAULTY = """
 import functools, os, runpy, sys, time
 from pathlib import Path
 from ddp_slurm import training
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import TensorDataset
 
 rank, what = sys.argv[1:3]
 sys.argv = sys.argv[3:]
@@ -60,6 +61,12 @@ def after_step(*_):
     sys.exit(int(what))
 
 
+def read_by_workers(inputs, targets, device):
+    return training.DatasetSource(TensorDataset(inputs, targets), device, workers=1)
+
+
+if what == "workers":
+    training.ResidentTensors = read_by_workers
 # A collective may take 40 s instead of ten minutes.
 training.init_distributed = functools.partial(training.init_distributed, timeout_seconds=40)
 register_optimizer_step_post_hook(after_step)

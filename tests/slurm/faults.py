@@ -145,6 +145,15 @@ ROWS = {
         named="stopped early with a snapshot; requeued",
         slurm_conf=("PartitionName=all ", PREEMPTION),
     ),
+    "preempted-workers": Row(
+        "preempted, 30 s of grace, loaders with workers",
+        preempt,
+        options=RESTARTS,
+        planted=("none", "workers"),
+        end="COMPLETED",
+        named="stopped early with a snapshot; requeued",
+        slurm_conf=("PartitionName=all ", PREEMPTION),
+    ),
     "setup": Row("a --setup line fails", options=("--setup", "false"), named="false", trains=False),
     "disk-full": Row("disk of log and snapshot full", fill_disk, named="No space|ENOSPC|space"),
 }
