@@ -1,8 +1,7 @@
 """One optimizer step of a rank: its share of the global batch, in micro-batches."""
 
-import contextlib
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -21,6 +20,7 @@ from ddp_slurm.training.graphs.compute import (
     reason_of_device,
     reason_of_model,
 )
+from ddp_slurm.training.memory.passes import Count, Forward, Passes
 from ddp_slurm.training.process_group import World
 from ddp_slurm.training.trainer.config import TrainerConfig
 from ddp_slurm.training.trainer.forward_backward import ForwardBackward
@@ -85,11 +85,17 @@ class OptimizerStep:
         self._check_loss = config.check_loss
         self._world_size = world.world_size
         self._clip_norm = config.clip_norm
-        self.most_at_once = config.most_at_once
+        self._total: float | Tensor = 0.0
         self._global_batch = config.global_batch
         self._syncs_batchnorm = has_sync_batchnorm(model)
         self.clock = StepClock(world.device)
+        self._passes = Passes(model, self._loss_of, config.most_at_once, world.place)
         self.graphs = self._make_graphs(world, config)
+
+    @property
+    def most_at_once(self) -> int:
+        """The most samples of one forward pass; fewer once memory has run out."""
+        return self._passes.most_at_once
 
     def run(self, inputs: Tensor, targets: Tensor, counts: Sequence[int]) -> None:
         """Take the step.
@@ -120,12 +126,12 @@ class OptimizerStep:
     def _gradients(self, parts: Sequence[tuple[Tensor, Tensor]], total: float | Tensor) -> None:
         """Give the parameters the gradient of the whole global batch."""
         self.optimizer.zero_grad(set_to_none=True)
+        self._total = total
         exchanges_after = self.clock.is_on and self.model is not self._inner
         with self.clock.part():
             for i, part in enumerate(parts):
-                with self._reduction(is_last=i + 1 == len(parts) and not exchanges_after):
-                    loss = self._scaled_loss(*part, total)
-                    self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                is_last = i + 1 == len(parts) and not exchanges_after
+                self._passes.run(*part, is_last=is_last)
         if exchanges_after:  # a backward that adds nothing, and sends what no_sync has kept
             no_sample_loss(self.model).backward()  # type: ignore[no-untyped-call]
 
@@ -161,13 +167,6 @@ class OptimizerStep:
         samples = largest if self._syncs_batchnorm else own
         return max(1, -(-samples // self.most_at_once))
 
-    def _reduction(self, *, is_last: bool) -> AbstractContextManager[object]:
-        """Only the last micro-batch's backward sends gradients."""
-        if is_last or not isinstance(self.model, DistributedDataParallel):
-            return contextlib.nullcontext()
-        context: AbstractContextManager[object] = self.model.no_sync()
-        return context
-
     def _total_weight(self, targets: Tensor, counts: Sequence[int]) -> float | Tensor:
         """Of the whole global batch: its samples, or the sum of its targets' weights."""
         if self.loss.is_sample_mean:
@@ -177,28 +176,31 @@ class OptimizerStep:
             dist.all_reduce(total)  # on the device: the CPU does not wait for it
         return torch.where(total > 0, total, 1.0)
 
-    def _scaled_loss(self, inputs: Tensor, targets: Tensor, total: float | Tensor) -> Tensor:
-        """This micro-batch's part of the global batch's mean loss, times the world size."""
+    def _loss_of(
+        self, forward: Forward, inputs: Tensor, targets: Tensor
+    ) -> tuple[Tensor, Count] | None:
+        """This micro-batch's part of the global batch's mean loss, times the world size and the
+        scale; None where it has no samples and the ranks do not need its forward."""
         if self.loss.is_empty(targets):
             if not self._syncs_batchnorm:
-                return no_sample_loss(self.model)
+                return None
             with self.precision.autocast():
-                zero: Tensor = self.model(inputs).sum() * 0.0
-            return zero
+                zero: Tensor = forward(inputs).sum() * 0.0
+            return zero, _say_nothing
         with self.precision.autocast():
-            outputs = self.model(inputs)
+            outputs = forward(inputs)
             value, factor = self.loss.value_and_factor(outputs, targets)
         if self._checks_loss():
             self.loss.check(outputs, targets)
         weight = len(targets) if self.loss.is_sample_mean else self.loss.weight(targets)
-        self.loss_sum.add(value.detach().double() * factor, weight)
-        scaled: Tensor = value * (factor * self._world_size / total)
-        return scaled
+        loss_sum = value.detach().double() * factor
+        scaled = self.scaler.scale(value * (factor * self._world_size / self._total))
+        return scaled, partial(self.loss_sum.add, loss_sum, weight)
 
     def _checks_loss(self) -> bool:
         """In steps 1, 2, 4, 8, ...: a check waits for the GPU."""
         return self._check_loss and self._steps & (self._steps - 1) == 0
 
 
-def _say_nothing(text: str) -> None:
+def _say_nothing(*text: str) -> None:
     pass
