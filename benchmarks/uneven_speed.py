@@ -23,7 +23,8 @@ from ddp_slurm.examples.models import resnet18, small_resnet, to_channels_last
 from ddp_slurm.training import ResidentImages, Trainer, World, equal_shares, init_distributed
 from ddp_slurm.training.exchange import all_gather_values, broadcast_value
 from ddp_slurm.training.trainer.precision import choose_precision
-from ddp_slurm.training.uneven.calibrate import TrainingStep, measured_shares
+from ddp_slurm.training.uneven.calibrate import TrainingStep
+from ddp_slurm.training.uneven.measured_shares import measured_shares
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -149,7 +150,7 @@ def main() -> None:
         for _ in range(arguments.rounds):
             alone = rate_alone(world, model, data, batch, steps, arguments.precision)
             own = all_gather_values(alone, world.control)
-            balanced = measured_shares(step, global_batch, world.control)
+            balanced = measured_shares(step, global_batch, world.control).shares
             at_equal = rate_together(world, model, data, equal, arguments.precision)
             at_balanced = rate_together(world, model, data, balanced, arguments.precision)
             measured.append(

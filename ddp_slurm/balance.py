@@ -117,6 +117,34 @@ def split_batch(
     return shares
 
 
+LARGER = 8
+"""The larger batch, as a multiple, whose proportions decide between equally fast shares."""
+AS_FAST = 0.005
+"""Steps whose times differ by less than this part are equally fast."""
+
+
+def steady_split(global_batch: int, curves: Sequence[Curve]) -> list[int]:
+    """As ``split_batch``, but of equally fast shares those in a larger batch's proportions.
+
+    Where a fixed cost sets the pace of a step, many shares are equally fast, and ``split_batch``
+    fills whichever rank has the smallest cost: by the noise of a measurement most of the batch. In
+    a larger batch the cards decide.
+
+    >>> flat = Curve((0.0, 64.0), (0.010, 0.010), 0.010 / 64)
+    >>> slower = Curve((0.0, 64.0), (0.0101, 0.0101), 0.0101 / 64)
+    >>> split_batch(80, [flat, slower]), steady_split(80, [flat, slower])
+    ([64, 16], [40, 40])
+    """
+    fastest = split_batch(global_batch, curves)
+    seconds = max(curve.seconds(n) for curve, n in zip(curves, fastest, strict=True))
+    allowed = [curve.samples_within(seconds * (1 + AS_FAST), global_batch) for curve in curves]
+    if sum(allowed) < global_batch:
+        return fastest
+    larger = split_batch(LARGER * global_batch, curves)
+    pace = [(0.0, 1 / max(samples, 0.5)) for samples in larger]
+    return split_batch(global_batch, pace, allowed)
+
+
 def _curves(global_batch: int, costs: Sequence[Cost | Curve]) -> list[Curve]:
     if not costs:
         raise BalanceError(

@@ -6,6 +6,26 @@ from itertools import accumulate
 from typing import NamedTuple
 
 
+def rising(times: Sequence[float]) -> list[float]:
+    """The times that never fall and are closest to the given ones: those that fall are noise and
+    take their mean.
+
+    >>> rising([0.010, 0.012, 0.010, 0.020])
+    [0.01, 0.011, 0.011, 0.02]
+
+    Source: pool adjacent violators, Ayer et al. 1955.
+    """
+    pools: list[tuple[float, int]] = []
+    for time in times:
+        mean, count = time, 1
+        while pools and pools[-1][0] > mean:
+            before, size = pools.pop()
+            mean = (before * size + mean * count) / (size + count)
+            count += size
+        pools.append((mean, count))
+    return [mean for mean, count in pools for _ in range(count)]
+
+
 class Curve(NamedTuple):
     """Seconds of a step against its samples: straight lines through measured points.
 
@@ -45,6 +65,18 @@ class Curve(NamedTuple):
     def line(cls, alpha: float, beta: float) -> "Curve":
         """``alpha + beta * n`` seconds."""
         return cls((0.0,), (alpha,), beta)
+
+    def without(self, seconds: float) -> "Curve":
+        """Of a step that lacks a part which takes so long, whatever the samples."""
+        return self._replace(times=tuple(max(0.0, time - seconds) for time in self.times))
+
+    def in_passes_of(self, most: int) -> "Curve":
+        """With at most so many samples at once: beyond, a sample costs what it costs there on
+        average, since a larger share takes several passes."""
+        kept = [i for i, samples in enumerate(self.samples) if samples < most]
+        end = self.seconds(most)
+        samples = (*(self.samples[i] for i in kept), float(most))
+        return Curve(samples, (*(self.times[i] for i in kept), end), end / most)
 
     def seconds(self, samples: float) -> float:
         """Of a step with so many samples; 0 without any."""

@@ -1,24 +1,22 @@
 """Measuring the ranks' speeds, and the shares that follow."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
+from ddp_slurm.curve import Curve
 from ddp_slurm.training.data import (
     Batch,
     ResidentTensors,
     Span,
 )
+from ddp_slurm.training.memory.preserve import preserved
 from ddp_slurm.training.uneven import calibrate
-from ddp_slurm.training.uneven.calibrate import (
-    TrainingStep,
-    alike_made_equal,
-    fit_line,
-    measure_cost,
-)
+from ddp_slurm.training.uneven.calibrate import StepTimes, TrainingStep
+from ddp_slurm.training.uneven.measured_shares import alike_made_equal
 
 from .workers import (
     cross_entropy,
@@ -73,24 +71,8 @@ def test_measured_shares_ignore_noise_between_like_cards(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "seconds", "line"),
-    [
-        ([10, 20, 40], [0.3, 0.5, 0.9], (0.1, 0.02)),
-        ([10, 20], [0.5, 0.4], (0.0, 0.03)),  # noise: falling
-        ([10, 20], [0.1, 0.4], (0.0, 0.016666666667)),  # noise: below zero at no samples
-        ([8], [0.4], (0.0, 0.05)),
-    ],
-)
-def test_fit_line_keeps_costs_positive(
-    sizes: list[int], seconds: list[float], line: tuple[float, float]
-) -> None:
-    assert fit_line(sizes, seconds) == pytest.approx(line)
-
-
-@pytest.mark.parametrize(
     ("costs", "models", "fitted"),
     [
-        # a step that hardly depends on the share: noise would move most of the batch
         ([(0.0150, 1e-6), (0.0151, 2e-6)], "aa", [(0.01505, 1.5e-6)] * 2),
         ([(0.0, 1e-4), (0.0, 2e-4)], "aa", [(0.0, 1e-4), (0.0, 2e-4)]),  # one of them throttles
         ([(0.0, 1.00e-4), (0.0, 1.04e-4)], "ab", [(0.0, 1.00e-4), (0.0, 1.04e-4)]),
@@ -103,27 +85,59 @@ def test_fit_line_keeps_costs_positive(
     ],
 )
 def test_alike_made_equal_averages_within_the_noise(costs: list, models: str, fitted: list) -> None:
-    equal = alike_made_equal(costs, list(models), 100)
-    assert np.array(equal) == pytest.approx(np.array(fitted))
+    sizes = [25, 50, 100, 200]
+    curves = [Curve.through([(n, a + b * n) for n in sizes]) for a, b in costs]
+    equal = alike_made_equal(curves, list(models), sizes)
+    for curve, (alpha, beta) in zip(equal, fitted, strict=True):
+        assert curve.seconds(120) == pytest.approx(alpha + beta * 120)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank that waits for nobody."""
+    monkeypatch.setattr(calibrate.dist, "barrier", lambda group: None)
 
 
 @pytest.mark.parametrize("disturbed", [0, 1, 2])
-def test_measure_cost_ignores_a_disturbed_sweep(
-    disturbed: int, monkeypatch: pytest.MonkeyPatch
+def test_times_ignore_a_disturbed_sweep(
+    disturbed: int, monkeypatch: pytest.MonkeyPatch, alone: None
 ) -> None:
     calls: list[int] = []
 
-    def seconds_of_step(step: object, work: object, size: int, *, is_first: bool) -> float:
+    def seconds_of_step(
+        step: object, work: object, size: int, *, is_first: bool, optimizer: object
+    ) -> float:
         sweep = calls.count(size)
         calls.append(size)
         assert is_first is (sweep == 0)
         return (1.0 if sweep == disturbed else 0.0) + 0.002 + 0.0001 * size
 
     monkeypatch.setattr(calibrate, "seconds_of_step", seconds_of_step)
+    monkeypatch.setattr(calibrate, "LONG_STEP_SECONDS", 9.0)
     source = ResidentTensors(*make_data(4, torch.float32), torch.device("cpu"))
-    cost = measure_cost(step_of(torch.nn.Linear(1, 1), source), 40, 64)
-    assert calls == [20, 40, 60] * 3
-    assert cost == pytest.approx((0.002, 0.0001))
+    times = StepTimes(step_of(torch.nn.Linear(1, 1), source), 60)
+    times.measure([1, 40, 100], None)  # type: ignore[arg-type]
+    assert calls == [2, 40, 60] * 3
+    assert times.seconds == pytest.approx({n: 0.002 + 0.0001 * n for n in (2, 40, 60)})
+
+
+def test_times_leave_out_what_is_long_or_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, alone: None
+) -> None:
+    def seconds_of_step(step: object, work: object, size: int, **more: object) -> float:
+        if size > 16:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return size / 20
+
+    monkeypatch.setattr(calibrate, "seconds_of_step", seconds_of_step)
+    step = step_of(torch.nn.Linear(1, 1), ResidentTensors(*make_data(4, torch.float32), CPU))
+    times = StepTimes(step, 64)
+    times.measure([4, 8, 16, 32], None)  # type: ignore[arg-type]
+    assert times.seconds == {4: 0.2, 8: 0.4, 16: 0.8}  # 0.8 s is long: 32 is not tried
+    monkeypatch.setattr(calibrate, "LONG_STEP_SECONDS", 9.0)
+    times.measure([32], None)  # type: ignore[arg-type]
+    assert times.limit == 16
+    assert 32 not in times.seconds
 
 
 class Clock:
@@ -146,7 +160,9 @@ class SlowSource(ResidentTensors):
         yield from super().batches(order, spans, epoch)
 
 
-def test_measure_cost_leaves_out_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_have_the_optimizer_and_not_the_loader(
+    monkeypatch: pytest.MonkeyPatch, alone: None
+) -> None:
     modes: list[bool] = []
     clock = Clock()
     monkeypatch.setattr(calibrate, "time", clock)
@@ -157,9 +173,23 @@ def test_measure_cost_leaves_out_the_loader(monkeypatch: pytest.MonkeyPatch) -> 
             clock.seconds += 0.002 + 0.001 * len(inputs)
             return inputs
 
+    class SlowOptimizer(torch.optim.AdamW):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            clock.seconds += 0.5
+            super().step()
+
     model = torch.nn.Sequential(make_model(torch.float32), Watched(4))
     source = SlowSource(*make_data(40, torch.float32), CPU)
     source.clock = clock
-    assert measure_cost(step_of(model, source), 8, 64) == pytest.approx((0.002, 0.001))
+    optimizer = SlowOptimizer(model.parameters(), lr=1.0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with preserved(model, CPU):
+        times = StepTimes(replace(step_of(model, source), optimizer=optimizer), 64)
+        times.measure([8], None)  # type: ignore[arg-type]
+    assert times.seconds == pytest.approx({8: 0.51})
+    assert times.update == pytest.approx(0.5)
     assert not any(modes), "SyncBatchNorm's forward would wait for the slowest rank"
     assert model[1].training
+    assert not optimizer.state
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), "measuring trains nothing"

@@ -302,10 +302,12 @@ def measured(
     global_batch: int,
     costs: list[tuple[float, float]] | None = None,
 ) -> list[int]:
-    """The shares that the Trainer finds; ``costs`` stand for what the ranks would have measured."""
+    """The shares that the Trainer finds; by ``costs``, (fixed, a sample), the ranks' steps would
+    take so long."""
     with init_distributed() as world:
         if costs is not None:
-            calibrate.measure_cost = lambda *args: costs[world.rank]
+            alpha, beta = costs[world.rank]
+            calibrate.seconds_of_step = lambda step, work, size, **more: alpha + beta * size
         model = SleepyModel(seconds_per_sample[world.rank])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         before = flat(model.parameters())

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import combinations
 
+from ddp_slurm.balance import split_batch
 from ddp_slurm.comm import Comm
 from ddp_slurm.curve import Curve
 from ddp_slurm.exchange import Box, Link, Network, ways_of
@@ -10,6 +11,8 @@ from ddp_slurm.predict import Prediction, fastest, fastest_single, predict
 
 CLEARLY = 0.98
 """One node alone is faster where its step is predicted to take less than this part."""
+FIXED = 0.5
+"""A fixed cost of at least this part of a step sets the pace."""
 LARGER = 4
 """The larger global batch of the advice, as a multiple."""
 
@@ -48,6 +51,35 @@ def advice(global_batch: int, boxes: Sequence[Box], network: Network, comm: Comm
         f"slower than {single.names[0]} alone, predicted: {_rate(whole)} against {_rate(single)} "
         f"images/s (a step of {1000 * whole.seconds:.3g} ms: compute {1000 * whole.compute:.3g}, "
         f"network {1000 * whole.network:.3g}); what would help: {'; '.join(helps)}"
+    )
+
+
+def pace(global_batch: int, shares: Sequence[int], curves: Sequence[Curve]) -> str | None:
+    """What to know where a fixed cost a step sets the pace; None where it does not.
+
+    Args:
+        shares, curves: of every rank.
+    """
+    times = [curve.seconds(n) for curve, n in zip(curves, shares, strict=True)]
+    slowest = max(range(len(times)), key=times.__getitem__)
+    idle = [rank for rank, share in enumerate(shares) if share == 0]
+    fixed = curves[slowest].times[0]
+    if idle:
+        rank = idle[0]
+        return (
+            f"rank {rank} gets no samples: the fixed cost of its step, "
+            f"{1000 * curves[rank].seconds(1):.3g} ms, is above the whole step of the others, "
+            f"{1000 * times[slowest]:.3g} ms; a larger global batch would use it"
+        )
+    if fixed < FIXED * times[slowest]:
+        return None
+    larger = split_batch(LARGER * global_batch, curves)
+    then = max(curve.seconds(n) for curve, n in zip(curves, larger, strict=True))
+    return (
+        f"a fixed cost sets the pace (Python, kernel launches, the optimizer): "
+        f"{1000 * fixed:.3g} of the {1000 * times[slowest]:.3g} ms of rank {slowest}'s step; a "
+        f"global batch of {LARGER * global_batch} would compute "
+        f"{LARGER * times[slowest] / then:.2g} times as many samples a second"
     )
 
 

@@ -9,11 +9,12 @@ from ddp_slurm.comm import EXACT
 from ddp_slurm.curve import Curve
 from ddp_slurm.job_env import JobEnv
 from ddp_slurm.predict import predict
-from ddp_slurm.training.measure.forecast import advice, boxes_of, network_of
+from ddp_slurm.training.measure.forecast import advice, boxes_of, network_of, pace
 from ddp_slurm.training.measure.links import measure_ring
 from ddp_slurm.training.measure.run import gradient_bytes, measure_and_leave
 from ddp_slurm.training.process_group.facts import RankFacts
-from ddp_slurm.training.uneven.calibrate import TrainingStep, measured_shares
+from ddp_slurm.training.uneven.calibrate import TrainingStep
+from ddp_slurm.training.uneven.measured_shares import measured_shares
 
 
 class Measured(NamedTuple):
@@ -43,9 +44,12 @@ def shares_by_measuring(
     job = JobEnv.from_environ()
     if job.measure_file is not None:
         measure_and_leave(step, ranks, control, max_batch)
-    shares, costs = measured_shares(step, global_batch, control, max_batch)
+    shares, curves, computing = measured_shares(step, global_batch, control, max_batch)
+    is_first = dist.get_rank(control) == 0
+    slow_start = pace(global_batch, shares, curves)
+    if slow_start and is_first:
+        print(slow_start, flush=True)
     nodes = [fact.node_name for fact in ranks]
-    curves = [Curve.line(*cost) for cost in costs]
     boxes = boxes_of(nodes, curves, global_batch)
     network = None
     if len(boxes) > 1:
@@ -54,7 +58,7 @@ def shares_by_measuring(
         comm = job.comm or EXACT
         network = network_of(nodes, link, gradient_bytes(step.model), comm)
         text = advice(global_batch, boxes, network, comm)
-        if text and dist.get_rank(control) == 0:
+        if text and is_first:
             print(text, flush=True)
     step_of_all = predict(global_batch, boxes, network)
-    return Measured(shares, step_of_all.seconds if step_of_all else None, curves)
+    return Measured(shares, step_of_all.seconds if step_of_all else None, computing)

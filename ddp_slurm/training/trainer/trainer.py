@@ -27,8 +27,9 @@ from ddp_slurm.training.trainer.saver import Saver
 from ddp_slurm.training.trainer.split import choose_split
 from ddp_slurm.training.trainer.step import OptimizerStep, check_scaler, check_unwrapped
 from ddp_slurm.training.uneven.batchnorm import BatchNormStatistics
-from ddp_slurm.training.uneven.calibrate import TrainingStep, slowest_step
+from ddp_slurm.training.uneven.calibrate import TrainingStep
 from ddp_slurm.training.uneven.gradients import LossFunction
+from ddp_slurm.training.uneven.measured_shares import slowest_step
 from ddp_slurm.training.uneven.sampler import BalancedSampler, seed_of
 from ddp_slurm.training.uneven.weighted_loss import WeightedLoss
 
