@@ -13,6 +13,8 @@ CLEARLY = 0.98
 """One node alone is faster where its step is predicted to take less than this part."""
 FIXED = 0.5
 """A fixed cost of at least this part of a step sets the pace."""
+CLEAR_GAIN = 1.1
+"""A larger batch is worth a line where it computes so many times as many samples a second."""
 LARGER = 4
 """The larger global batch of the advice, as a multiple."""
 
@@ -75,6 +77,8 @@ def pace(global_batch: int, shares: Sequence[int], curves: Sequence[Curve]) -> s
         return None
     larger = split_batch(LARGER * global_batch, curves)
     then = max(curve.seconds(n) for curve, n in zip(curves, larger, strict=True))
+    if LARGER * times[slowest] < CLEAR_GAIN * then:
+        return None
     return (
         f"a fixed cost sets the pace (Python, kernel launches, the optimizer): "
         f"{1000 * fixed:.3g} of the {1000 * times[slowest]:.3g} ms of rank {slowest}'s step; a "

@@ -8,14 +8,14 @@ from torch.optim import Optimizer
 
 
 def bytes_of_later(model: nn.Module, optimizer: Optimizer | None) -> int:
-    """Of the optimizer's state that does not exist yet, and of DistributedDataParallel's buckets.
+    """Of the optimizer's state that does not exist yet, and of two more copies of the gradients.
 
-    The buckets are a second copy of the gradients: with several micro-batches the gradients are
-    added up outside of them.
+    One is DistributedDataParallel's buckets: with several micro-batches the gradients are added up
+    outside of them. The other is the buffer of steps as CUDA graphs.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = _bytes_of(parameters)
-    return gradients + (0 if optimizer is None else bytes_of_new_state(optimizer))
+    return 2 * gradients + (0 if optimizer is None else bytes_of_new_state(optimizer))
 
 
 def bytes_of_new_state(optimizer: Optimizer) -> int:
