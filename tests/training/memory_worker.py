@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from ddp_slurm.training import BalancedSampler, ResidentTensors, Trainer, World, init_distributed
 from ddp_slurm.training.memory import micro_batch, passes
 from ddp_slurm.training.uneven.calibrate import TrainingStep
+from ddp_slurm.training.uneven.sample_batches import batch_reader
 
 
 class Stingy(nn.Module):
@@ -67,6 +68,30 @@ def found_in_world(pipe: Connection, limits: tuple[int, ...]) -> dict[str, int]:
             os.environ["DDP_SLURM_KNOWN_LIMITS"] = json.dumps(known)
             found[name] = find()
         return found
+
+
+class Part(nn.Module):
+    """Has room for more samples when it is checkpointed."""
+
+    def __init__(self, limits: tuple[int, int]) -> None:
+        super().__init__()
+        self.limits, self.layer = limits, nn.Linear(3, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        _check(len(inputs), self.limits["forward" in vars(self)])
+        outputs: Tensor = self.layer(inputs)
+        return outputs
+
+
+def checkpointed_in_world(pipe: Connection, limits: list[tuple[int, int]]) -> tuple[int, bool]:
+    """This rank's micro-batch, and whether its model is checkpointed then."""
+    with init_distributed() as world:
+        micro_batch.has_own_memory = lambda device: True
+        model = nn.Sequential(Part(limits[world.rank]), nn.Linear(3, 3))
+        data = torch.randn(8, 3), torch.randn(8, 3)
+        step = TrainingStep(model, mse_loss, batch_reader(data, world.device), world.device)
+        most = micro_batch.find_micro_batch(step, 64, world.control, may_checkpoint=True)
+        return most, "forward" in vars(model[0])
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,10 @@ class TrainerConfig:
     """The most samples that a rank runs at once; a larger share is accumulated over several
     backward passes. ``auto``: what each rank's GPU holds, found by trying at the start or taken
     from the file of speeds; on CPUs the whole share. None: the whole share."""
+    checkpoint: Literal["auto"] | None = None
+    """``auto``: a rank whose GPU would hold fewer than 8 samples at once keeps only the inputs of
+    the model's parts (its children; of a Sequential each) and runs them again in backward: the same
+    gradient for about a third more work. With ``micro_batch="auto"`` alone. None: no rank does."""
     target_weight: TargetWeight | None = None
     """Targets to the sum of their weights, if ``loss_function`` divides by it instead of by the
     number of samples: class weights, ignored targets, tokens. None: known for ``cross_entropy``,
@@ -80,6 +84,13 @@ class TrainerConfig:
         if isinstance(self.micro_batch, str) and self.micro_batch != "auto":
             raise BalanceError(
                 f"micro_batch {quoted(self.micro_batch)}: expected a number, 'auto' or None"
+            )
+        if self.checkpoint not in (None, "auto"):
+            raise BalanceError(f"checkpoint {quoted(self.checkpoint)}: expected 'auto' or None")
+        if self.checkpoint == "auto" and self.micro_batch != "auto":
+            raise BalanceError(
+                f"checkpoint='auto' cannot be combined with micro_batch={self.micro_batch}: it "
+                "follows from what fits the memory; expected micro_batch='auto'"
             )
         if isinstance(self.micro_batch, int) and self.micro_batch < 1:
             raise BalanceError(f"micro_batch {self.micro_batch}: expected at least 1")

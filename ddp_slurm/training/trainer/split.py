@@ -73,5 +73,6 @@ def _check_shares(world: World, config: TrainerConfig, shares: Sequence[int]) ->
 def _micro_batch(world: World, config: TrainerConfig, step: TrainingStep, most: int) -> int:
     """``most``: the most samples that this rank may get."""
     if config.micro_batch == "auto":
-        return find_micro_batch(step, most, world.control)
+        may_checkpoint = config.checkpoint == "auto"
+        return find_micro_batch(step, most, world.control, may_checkpoint=may_checkpoint)
     return most if config.micro_batch is None else config.micro_batch
