@@ -142,6 +142,14 @@ def test_speeds_count_the_update_once() -> None:
     assert speeds.slowest([15, 5]) == pytest.approx(0.015)
 
 
+def test_speeds_that_a_step_hardly_depends_on_change_nothing() -> None:
+    """A step of 100 ms, of which a rank computes 1 or 2: the exchange or Python sets the pace."""
+    speeds, shares = equal_speeds(), [10, 10]
+    for _ in range(3):
+        speeds.add(shares, [Seen(0.001, 0.0, step=0.1), Seen(0.002, 0.0, step=0.1)])
+    assert speeds.better(shares) is None
+
+
 def test_speeds_of_a_rank_without_samples_are_kept() -> None:
     speeds = equal_speeds()
     seen(speeds, [19, 1], 0.019, 0.05)

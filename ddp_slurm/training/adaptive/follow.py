@@ -44,7 +44,8 @@ class Follower:
         self._clock = clock
         self._steps = 0
         self._measured_at = -LAG - 1
-        self._sums = torch.zeros(len(curves), 2, dtype=torch.float64)
+        self._since = 0.0
+        self._sums = torch.zeros(len(curves), 3, dtype=torch.float64)
         self._work: dist.Work | None = None
 
     def before_step(self, shares: Sequence[int]) -> Change | None:
@@ -57,7 +58,9 @@ class Follower:
         return change
 
     def after_step(self) -> None:
-        self._clock.stop()
+        if self._clock.is_on:
+            self._clock.stop()
+            self._since = self._clock.wall()
         self._steps += 1
         if self._steps == self._measured_at + LAG:
             self._work = self._send()
@@ -70,8 +73,9 @@ class Follower:
 
     def _send(self) -> dist.Work | None:
         compute, update = self._clock.seconds()
+        step = (self._clock.wall() - self._since) / (LAG - 1)
         self._sums.zero_()
-        self._sums[dist.get_rank(self._control)] = torch.tensor([compute, update])
+        self._sums[dist.get_rank(self._control)] = torch.tensor([compute, update, step])
         return dist.all_reduce(self._sums, group=self._control, async_op=True)
 
     def _change(self, shares: Sequence[int]) -> Change | None:

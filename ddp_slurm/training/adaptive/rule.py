@@ -9,8 +9,8 @@ from ddp_slurm.balance import split_batch
 from ddp_slurm.curve import Curve
 
 DEAD_BAND = 0.03
-"""New shares are taken if they shorten the slowest rank's work by more than this part. Equal cards
-differ by less, so their shares stay."""
+"""New shares are taken if they shorten a step by more than this part. Equal cards differ by less,
+so their shares stay; and so do all where the work is a small part of a step."""
 KEPT = 3
 """Measurements a rank. Their median ignores one that was disturbed, and follows a change that two
 have seen."""
@@ -23,6 +23,8 @@ class Seen(NamedTuple):
     """Forward and backward of its share."""
     update: float
     """The optimizer's step, whatever the share."""
+    step: float = 0.0
+    """A whole step, with the exchange and all waiting."""
 
 
 class Speeds:
@@ -37,6 +39,7 @@ class Speeds:
         self._curves = curves
         self._slower = [deque([1.0], KEPT) for _ in curves]
         self._updates = [deque([0.0], KEPT) for _ in curves]
+        self._steps: deque[float] = deque(maxlen=KEPT)
         self._has_seen = False
 
     def add(self, shares: Sequence[int], seen: Sequence[Seen]) -> None:
@@ -51,6 +54,7 @@ class Speeds:
             # Without samples there is nothing to see: the last speed that is known stays.
             self._slower[rank].append(each.compute / at_start if at_start else known)
             self._updates[rank].append(each.update)
+        self._steps.append(min(each.step for each in seen))
 
     def slower(self, rank: int) -> float:
         """Times as slow as at the start."""
@@ -69,7 +73,9 @@ class Speeds:
         if len(self._updates[0]) < KEPT:
             return None
         found = split_batch(sum(shares), self.curves())
-        is_worth_it = self.slowest(found) < (1 - DEAD_BAND) * self.slowest(shares)
+        work = self.slowest(shares)
+        whole_step = max(work, statistics.median(self._steps))
+        is_worth_it = work - self.slowest(found) > DEAD_BAND * whole_step
         return found if is_worth_it else None
 
     def _now(self, rank: int) -> Curve:
