@@ -27,6 +27,25 @@ def test_stop_at_the_time_limit_requeues_up_to_max_restarts(
     assert slurm.calls == ["scontrol requeue 7"]
 
 
+@pytest.mark.parametrize("status", [0, 1])
+def test_job_that_slurm_requeues_after_its_end_runs_once(
+    script: MakeScript, stub: Stub, slurm: FakeSlurm, status: int
+) -> None:
+    """Slurm 24.11 does that to a job that was preempted, requeued itself, and then ended."""
+    stub("srun", STOP_EARLY)
+    job = script(**{**REQUEUE, "max_restarts": 3})
+    assert job.run() == 0
+    stub("srun", f"echo the ranks; exit {status}")
+    assert job.run(SLURM_RESTART_COUNT="1") == status
+    assert job.run(SLURM_RESTART_COUNT="2") == status
+    assert ("has ended well before" in job.log) == (status == 0)
+    assert job.log.count("the ranks\n") == (1 if status == 0 else 2)
+    assert "status=" in (job.exit_marker or "")
+    runs = job.log.count("the ranks\n")
+    assert job.run(SLURM_RESTART_COUNT="3") == status
+    assert job.log.count("the ranks\n") == runs + 1
+
+
 def test_stop_at_the_time_limit_without_restarts_is_no_success(
     script: MakeScript, stub: Stub, slurm: FakeSlurm
 ) -> None:
