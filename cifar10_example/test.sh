@@ -166,6 +166,17 @@ _ddp_requeue_and_exit() {
   exit "$2"
 }
 
+# A job that was requeued within the grace time of a preemption is requeued by Slurm 24.11 once more,
+# when it has ended well.
+_ddp_end_where_all_is_done() {
+  local marker=$_ddp_runs_folder/$SLURM_JOB_ID/exit
+  [[ -n $_ddp_runs_folder && $_ddp_restarts -gt 1 && -O $marker ]] || return 0
+  grep -qx 'status=0' "$marker" || return 0
+  grep -qx "restarts=$((_ddp_restarts - 1))" "$marker" || return 0
+  _ddp_say "the job has ended well before this restart; to run it again, submit it again"
+  exit 0
+}
+
 # When a node is lost, Slurm requeues the first component and those with that node. The others would
 # end as failed, together with this script: they have to be requeued before that.
 _ddp_requeue_left_behind() {
@@ -415,6 +426,7 @@ if [[ -z ${SLURM_JOB_ID:-} ]]; then
   echo "$0: this is a job script; start it with: sbatch $0" >&2
   exit 2
 fi
+_ddp_end_where_all_is_done
 _ddp_open_run_folder
 trap _ddp_on_exit EXIT
 trap _ddp_on_term TERM
@@ -476,6 +488,7 @@ _ddp_step=$!
 # Its messages, such as of its end together with the script, are not about the ranks.
 _ddp_watch_first_component </dev/null >/dev/null 2>&1 &
 _ddp_watch=$!
+disown "$_ddp_watch" # bash would report that it is killed at the end
 _ddp_wait_for_step "$_ddp_step"
 [[ $_ddp_status -eq 0 ]] || _ddp_name_ranks
 _ddp_end

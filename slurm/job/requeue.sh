@@ -21,7 +21,6 @@ _ddp_requeue_and_exit() {
     _ddp_say "$1; all $_ddp_max_restarts restarts are used up"
   elif _ddp_requeue; then
     _ddp_say "$1; requeued ($((_ddp_restarts + 1)) of $_ddp_max_restarts)"
-    [[ -z $_ddp_run_folder ]] || : >"$_ddp_run_folder/requeued" || true
     _ddp_run_folder= # the job goes on: no exit marker
     exit 0
   fi
@@ -31,10 +30,10 @@ _ddp_requeue_and_exit() {
 # A job that was requeued within the grace time of a preemption is requeued by Slurm 24.11 once more,
 # when it has ended well.
 _ddp_end_where_all_is_done() {
-  local place=$_ddp_runs_folder/$SLURM_JOB_ID
-  [[ -n $_ddp_runs_folder && -O $place/requeued && -O $place/exit ]] || return 0
-  grep -qx 'status=0' "$place/exit" || return 0
-  grep -qx "restarts=$((_ddp_restarts - 1))" "$place/exit" || return 0
+  local marker=$_ddp_runs_folder/$SLURM_JOB_ID/exit
+  [[ -n $_ddp_runs_folder && $_ddp_restarts -gt 1 && -O $marker ]] || return 0
+  grep -qx 'status=0' "$marker" || return 0
+  grep -qx "restarts=$((_ddp_restarts - 1))" "$marker" || return 0
   _ddp_say "the job has ended well before this restart; to run it again, submit it again"
   exit 0
 }
