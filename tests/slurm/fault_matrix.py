@@ -37,8 +37,8 @@ SYSTEM_PATH = "PATH=/usr/sbin:/usr/bin:/sbin:/bin"
 OUTCOMES = Path(__file__).with_name("fault_outcomes.jsonl")
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 LINE_CHARACTERS = 110
-PATIENCE_SECONDS = 400.0
-"""For the end of the ranks and of the job after the fault."""
+PATIENCE_SECONDS = 900.0
+"""For the end of the ranks and of the job after the fault; with restarts on a busy machine."""
 
 
 @dataclass(frozen=True)
