@@ -4,7 +4,8 @@ Every part can be used by itself, in your own loop.
 """
 
 from ddp_slurm.balance import BalanceError, equal_shares, split_batch
-from ddp_slurm.training.data import DatasetSource, ResidentImages, ResidentTensors, Source
+from ddp_slurm.training.data import DatasetSource, ResidentTensors, Source
+from ddp_slurm.training.images import ResidentImages, StreamedImages
 from ddp_slurm.training.process_group.joining import init_distributed
 from ddp_slurm.training.process_group.world import World
 from ddp_slurm.training.snapshot import Snapshot, SnapshotError
@@ -28,6 +29,7 @@ __all__ = [
     "Snapshot",
     "SnapshotError",
     "Source",
+    "StreamedImages",
     "Trainer",
     "TrainerConfig",
     "World",

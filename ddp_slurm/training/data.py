@@ -74,91 +74,13 @@ class ResidentTensors:
             yield self.inputs[chosen], self.targets[chosen]
 
 
-class ResidentImages:
-    """uint8 images that fit on the device, normalised and augmented there, a whole batch at once.
-
-    A batch is float32 (samples, channels, height, width) and int64 (samples,). The augmentation of
-    a sample depends on seed, epoch and sample only: not on its rank, and not on a resume.
-
-    Args:
-        images: uint8 (samples, height, width, channels).
-        labels: class numbers, (samples,).
-        mean, std: per channel, of images scaled to 0..1. A batch is (image / 255 - mean) / std.
-        augment: shift by up to 4 pixels with reflected borders, and mirror half of the images.
-        seed: of the augmentation.
-    """
-
-    def __init__(
-        self,
-        images: Tensor,
-        labels: Tensor,
-        device: torch.device,
-        *,
-        mean: Sequence[float],
-        std: Sequence[float],
-        augment: bool = False,
-        seed: int = 0,
-    ) -> None:
-        if len(images) != len(labels):
-            raise DataError(f"{len(images)} images for {len(labels)} labels")
-        channels = images.shape[-1]
-        if not len(mean) == len(std) == channels:
-            raise DataError(
-                f"mean {list(mean)} and std {list(std)}: expected one number for each of "
-                f"{channels} channels of images {list(images.shape)}"
-            )
-        self.images = images.to(device)
-        self.labels = labels.to(device, torch.int64)
-        self.device = device
-        self.augment = augment
-        self.seed = seed
-        scale = 255 * torch.tensor(std, device=device)
-        self._factor = 1 / scale
-        self._offset = -255 * torch.tensor(mean, device=device) / scale
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def batches(self, order: Tensor, spans: Sequence[Span], epoch: int) -> Iterator[Batch]:
-        order = order.to(self.device)
-        moves = self._moves(epoch) if self.augment else None
-        for start, stop in spans:
-            chosen = order[start:stop]
-            images = self.images[chosen] if moves is None else self._moved(chosen, moves[chosen])
-            normalised = images * self._factor + self._offset
-            # This view of (samples, height, width, channels) is a channels_last tensor already:
-            # the layout that tensor cores are fast with.
-            yield normalised.permute(0, 3, 1, 2), self.labels[chosen]
-
-    def _moves(self, epoch: int) -> Tensor:
-        """Of each sample: shift down, shift right (-4..4), mirrored (0, 1); int64 (samples, 3)."""
-        generator = torch.Generator().manual_seed(seed_of(self.seed, epoch, "augment"))
-        moves = torch.randint(-SHIFT_PIXELS, SHIFT_PIXELS + 1, (len(self), 3), generator=generator)
-        moves[:, 2] = torch.randint(0, 2, (len(self),), generator=generator)
-        return moves.to(self.device)
-
-    def _moved(self, chosen: Tensor, moves: Tensor) -> Tensor:
-        """Shifted and mirrored images. Each pixel is looked up: one gather, no padded copy."""
-        height, width = self.images.shape[1:3]
-        down, right, mirrored = moves[:, :1], moves[:, 1:2], moves[:, 2:]
-        rows = _reflect(torch.arange(height, device=self.device) + down, height)
-        columns = torch.arange(width, device=self.device).expand(len(chosen), width)
-        columns = torch.where(mirrored == 1, width - 1 - columns, columns)
-        columns = _reflect(columns + right, width)
-        return self.images[chosen[:, None, None], rows[:, :, None], columns[:, None, :]]
-
-
-def _reflect(positions: Tensor, size: int) -> Tensor:
-    positions = positions.abs()
-    return torch.where(positions > size - 1, 2 * (size - 1) - positions, positions)
-
-
 class DatasetSource:
     """A map-style Dataset whose batches are pairs (inputs, targets) of tensors.
 
     Args:
         dataset: with ``__len__`` and ``__getitem__``.
-        workers: processes of the DataLoader that reads it; 0 reads in the training process.
+        workers: processes of the DataLoader that reads it, of a rank with an equal share; a larger
+            share gets more, a smaller one fewer. 0 reads in the training process.
         collate: makes a batch of a list of samples.
     """
 
@@ -174,6 +96,13 @@ class DatasetSource:
         self.device = device
         self.workers = workers
         self.collate = collate
+        self.relative_share = 1.0
+        """This rank's share of the batch, in equal shares. The Trainer sets it."""
+
+    @property
+    def own_workers(self) -> int:
+        """The workers of this rank: as many as its share of the batch needs."""
+        return max(1, round(self.workers * self.relative_share)) if self.workers else 0
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
@@ -185,7 +114,7 @@ class DatasetSource:
         loader = DataLoader(
             self.dataset,
             batch_sampler=filled,
-            num_workers=self.workers,
+            num_workers=self.own_workers,
             collate_fn=self.collate,
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator().manual_seed(seed),

@@ -18,10 +18,10 @@ from ddp_slurm.examples.cifar10 import MEAN, STD
 from ddp_slurm.training.data import (
     DataError,
     DatasetSource,
-    ResidentImages,
     ResidentTensors,
     as_source,
 )
+from ddp_slurm.training.images import ResidentImages, moved
 
 CPU = torch.device("cpu")
 
@@ -47,13 +47,12 @@ def test_augmentation_shifts_mirrors_and_reflects() -> None:
         torch.arange(32, dtype=torch.uint8).expand(1, 3, 32, 32).permute(0, 2, 3, 1).contiguous()
     )
     images = images + 32 * (torch.arange(32, dtype=torch.uint8) % 7)[None, :, None, None]
-    source = resident(images, torch.zeros(1))
-    moved = source._moved(torch.tensor([0]), torch.tensor([[2, -3, 0]]))
+    shifted = moved(images, torch.tensor([0]), torch.tensor([[2, -3, 0]]))
     padded = torch.nn.functional.pad(
         images.permute(0, 3, 1, 2).float(), (4, 4, 4, 4), mode="reflect"
     )
-    assert torch.equal(moved.permute(0, 3, 1, 2).float(), padded[:, :, 6:38, 1:33])
-    mirrored = source._moved(torch.tensor([0]), torch.tensor([[0, 0, 1]]))
+    assert torch.equal(shifted.permute(0, 3, 1, 2).float(), padded[:, :, 6:38, 1:33])
+    mirrored = moved(images, torch.tensor([0]), torch.tensor([[0, 0, 1]]))
     assert torch.equal(mirrored, images.flip(2))
 
 
@@ -142,3 +141,13 @@ def test_resident_images_need_a_mean_for_each_channel() -> None:
     images = torch.zeros(2, 4, 4, 1, dtype=torch.uint8)
     with pytest.raises(DataError, match="expected one number for each of 1 channels"):
         resident(images, torch.zeros(2))
+
+
+@pytest.mark.parametrize(("share", "workers"), [(0.0, 1), (0.5, 2), (1.0, 4), (2.6, 10)])
+def test_workers_are_in_proportion_to_the_share(share: float, workers: int) -> None:
+    source = DatasetSource(pairs(10), CPU, workers=4)
+    source.relative_share = share
+    assert source.own_workers == workers
+    in_this_process = DatasetSource(pairs(10), CPU)
+    in_this_process.relative_share = share
+    assert in_this_process.own_workers == 0

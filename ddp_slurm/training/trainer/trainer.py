@@ -60,7 +60,8 @@ class Trainer:
             ``cross_entropy`` also with class weights, ignored targets or tokens. For other weighted
             means see ``TrainerConfig.target_weight``.
         train_data, eval_data: a Source, a map-style Dataset of (input, target), or a DataLoader of
-            one (its data set, ``collate_fn`` and ``num_workers`` are used).
+            one (its data set, ``collate_fn`` and ``num_workers`` are used; a rank with a larger
+            share than the mean gets more workers, one with a smaller share fewer).
         config: see TrainerConfig.
         settings: fields of TrainerConfig, instead of ``config`` or in place of some of its values.
 

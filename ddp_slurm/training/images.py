@@ -1,0 +1,181 @@
+"""Images as a Source: on the GPU, or streamed to it, and normalised and augmented there."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from ddp_slurm.training.data import Batch, DataError, Span
+from ddp_slurm.training.uneven.sampler import seed_of
+
+SHIFT_PIXELS = 4
+PREFETCH = 4
+"""Batches that are on their way to the device, each gathered by a thread of its own."""
+
+
+class _Images:
+    """uint8 images with labels, of which whole batches are normalised and augmented.
+
+    Args:
+        images: uint8 (samples, height, width, channels).
+        labels: class numbers, (samples,).
+        mean, std: per channel, of images scaled to 0..1. A batch is (image / 255 - mean) / std.
+        augment: shift by up to 4 pixels with reflected borders, and mirror half of the images.
+        seed: of the augmentation.
+    """
+
+    def __init__(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        device: torch.device,
+        *,
+        mean: Sequence[float],
+        std: Sequence[float],
+        augment: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if len(images) != len(labels):
+            raise DataError(f"{len(images)} images for {len(labels)} labels")
+        channels = images.shape[-1]
+        if not len(mean) == len(std) == channels:
+            raise DataError(
+                f"mean {list(mean)} and std {list(std)}: expected one number for each of "
+                f"{channels} channels of images {list(images.shape)}"
+            )
+        self.device = device
+        self.images = self._placed(images)
+        self.labels = self._placed(labels.to(torch.int64))
+        self.augment = augment
+        self.seed = seed
+        scale = 255 * torch.tensor(std, device=device)
+        self._factor = 1 / scale
+        self._offset = -255 * torch.tensor(mean, device=device) / scale
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def _placed(self, samples: Tensor) -> Tensor:
+        """The samples where they are kept."""
+        return samples
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        # This view of (samples, height, width, channels) is a channels_last tensor already:
+        # the layout that tensor cores are fast with.
+        return (images * self._factor + self._offset).permute(0, 3, 1, 2)
+
+    def _moves(self, epoch: int) -> Tensor:
+        """Of each sample: shift down, shift right (-4..4), mirrored (0, 1); int64 (samples, 3)."""
+        generator = torch.Generator().manual_seed(seed_of(self.seed, epoch, "augment"))
+        moves = torch.randint(-SHIFT_PIXELS, SHIFT_PIXELS + 1, (len(self), 3), generator=generator)
+        moves[:, 2] = torch.randint(0, 2, (len(self),), generator=generator)
+        return moves
+
+
+class ResidentImages(_Images):
+    """uint8 images that fit on the device, normalised and augmented there, a whole batch at once.
+
+    A batch is float32 (samples, channels, height, width) and int64 (samples,). The augmentation of
+    a sample depends on seed, epoch and sample only: not on its rank, and not on a resume.
+    """
+
+    def _placed(self, samples: Tensor) -> Tensor:
+        return samples.to(self.device)
+
+    def batches(self, order: Tensor, spans: Sequence[Span], epoch: int) -> Iterator[Batch]:
+        order = order.to(self.device)
+        moves = self._moves(epoch).to(self.device) if self.augment else None
+        for start, stop in spans:
+            chosen = order[start:stop]
+            if moves is None:
+                images = self.images[chosen]
+            else:
+                images = moved(self.images, chosen, moves[chosen])
+            yield self._normalised(images), self.labels[chosen]
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """The samples of a batch in memory that the device can copy by itself."""
+
+    images: Tensor
+    labels: Tensor
+    moves: Tensor | None
+
+
+class StreamedImages(_Images):
+    """uint8 images that do not fit on the device: the same batches as those of ResidentImages.
+
+    Threads gather the samples of the next batches into pinned memory while the device computes;
+    the device normalises and augments whole batches. So a rank needs no worker processes, and a
+    sample takes one byte a channel on its way.
+
+    The images may be in a file on a local disk: ``torch.from_numpy(np.load("images.npy",
+    mmap_mode="c"))``.
+    """
+
+    def batches(self, order: Tensor, spans: Sequence[Span], epoch: int) -> Iterator[Batch]:
+        moves = self._moves(epoch) if self.augment else None
+        coming: deque[Future[_Loaded]] = deque()
+        rest = iter(spans)
+        pool = ThreadPoolExecutor(PREFETCH, initializer=self._use_device)
+        try:
+            for start, stop in islice(rest, PREFETCH):
+                coming.append(pool.submit(self._load, order[start:stop], moves))
+            while coming:
+                loaded = coming.popleft().result()
+                for start, stop in islice(rest, 1):
+                    coming.append(pool.submit(self._load, order[start:stop], moves))
+                yield self._on_device(loaded)
+        finally:  # also where the epoch is left early
+            pool.shutdown(cancel_futures=True)
+
+    def _use_device(self) -> None:
+        """Pinned memory belongs to a thread's current GPU, which is the first one by default."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    def _load(self, chosen: Tensor, moves: Tensor | None) -> _Loaded:
+        return _Loaded(
+            self._gathered(self.images, chosen),
+            self._gathered(self.labels, chosen),
+            None if moves is None else self._gathered(moves, chosen),
+        )
+
+    def _gathered(self, source: Tensor, chosen: Tensor) -> Tensor:
+        shape = (len(chosen), *source.shape[1:])
+        rows = torch.empty(shape, dtype=source.dtype, pin_memory=self.device.type == "cuda")
+        return torch.index_select(source, 0, chosen, out=rows)
+
+    def _on_device(self, loaded: _Loaded) -> Batch:
+        images = loaded.images.to(self.device, non_blocking=True)
+        if loaded.moves is not None:
+            moves = loaded.moves.to(self.device, non_blocking=True)
+            images = moved(images, torch.arange(len(images), device=self.device), moves)
+        return self._normalised(images), loaded.labels.to(self.device, non_blocking=True)
+
+
+def moved(images: Tensor, chosen: Tensor, moves: Tensor) -> Tensor:
+    """Chosen images, shifted and mirrored. Each pixel is looked up: one gather, no padded copy.
+
+    Args:
+        images: (samples, height, width, channels).
+        chosen: their numbers, (n,).
+        moves: of each chosen one: shift down, shift right, mirrored (0, 1); int64 (n, 3).
+    """
+    height, width = images.shape[1:3]
+    down, right, mirrored = moves[:, :1], moves[:, 1:2], moves[:, 2:]
+    rows = _reflect(torch.arange(height, device=images.device) + down, height)
+    columns = torch.arange(width, device=images.device).expand(len(chosen), width)
+    columns = torch.where(mirrored == 1, width - 1 - columns, columns)
+    columns = _reflect(columns + right, width)
+    return images[chosen[:, None, None], rows[:, :, None], columns[:, None, :]]
+
+
+def _reflect(positions: Tensor, size: int) -> Tensor:
+    positions = positions.abs()
+    return torch.where(positions > size - 1, 2 * (size - 1) - positions, positions)
