@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import random
 import secrets
 import time
@@ -26,12 +27,14 @@ CANDIDATES = 32
 SILENT_SECONDS = 120.0
 """How long no piece arrives before a fetch has failed. A server can be restarted meanwhile."""
 STALL_SECONDS = 10.0
-"""How long no piece arrives before the server is asked for one that other nodes have."""
+"""How long no other node sends a piece before the server is asked for what they have."""
 LINGER_SECONDS = 60.0
 """How long a complete node waits for others that do not get on."""
 POLL_SECONDS = 0.1
 RETRY_SECONDS = 1.0
 MAX_FAILURES = 3
+PAUSE_SECONDS = 30.0
+"""How long a node that does not respond is not asked again."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +82,13 @@ class Swarm:
         self._asked: set[int] = set()
         """Pieces that are on their way from another node."""
         self._peers: dict[str, Peer] = {}
-        self._distrusted: set[str] = set()
+        self._not_before: dict[str, float] = {}
+        """When another node may be asked again."""
         self._ready = 0
         """Nodes of the job that are complete."""
-        self._heard = self._progress = self._news = time.monotonic()
-        """When the server last responded, a piece last arrived, another node last got on."""
+        self._heard = self._progress = self._helped = self._news = time.monotonic()
+        """When the server last responded, a piece last arrived, another node last sent one, another
+        node last got on."""
         self._bad_from_server = 0
         self._reporter: asyncio.Task[None] | None = None
 
@@ -122,6 +127,7 @@ class Swarm:
 
         Returns also where the others do not get on: their own messages name the reason.
         """
+        self._news = time.monotonic()
         while self._ready < self.member.nodes:
             if time.monotonic() - self._news > LINGER_SECONDS:
                 say(
@@ -179,7 +185,7 @@ class Swarm:
         while not self.is_complete:
             try:
                 found = await self.client.next_piece(self.id)
-                if found is None and time.monotonic() - self._progress > STALL_SECONDS:
+                if found is None and time.monotonic() - self._helped > STALL_SECONDS:
                     found = await self._missing_piece()
             except aiohttp.ClientError as error:
                 self._check_patience(error)
@@ -248,23 +254,23 @@ class Swarm:
             piece = self._rarest(wanted)
             self._asked.add(piece)
             try:
-                if not await self._put(piece, await self.client.piece(piece, url)):
-                    self._distrust(id, f"piece {piece} from {url} does not match its checksum")
+                if await self._put(piece, await self.client.piece(piece, url)):
+                    failures, self._helped = 0, time.monotonic()
+                else:
+                    say(f"note: piece {piece} from {url} is wrong; that node is not asked again")
+                    self._not_before[id] = math.inf
             except (aiohttp.ClientError, DataSetError) as error:
                 failures += 1
                 if failures == MAX_FAILURES:
-                    self._distrust(id, f"{url}: {error}")
+                    say(f"note: {url}: {error}; not asked for {PAUSE_SECONDS:.0f} s")
+                    self._not_before[id] = time.monotonic() + PAUSE_SECONDS
                 await asyncio.sleep(RETRY_SECONDS)
             finally:
                 self._asked.discard(piece)
 
-    def _distrust(self, id: str, reason: str) -> None:
-        self._distrusted.add(id)
-        say(f"note: {reason}; that node is not asked again")
-
     def _wanted_of(self, id: str) -> int:
         """The pieces that are missing here, on their way from nobody, and that a node has."""
-        if id in self._distrusted or id not in self._peers:
+        if id not in self._peers or time.monotonic() < self._not_before.get(id, 0.0):
             return 0
         wanted = self._peers[id].have & ~self.have
         for piece in self._asked:
