@@ -2,6 +2,7 @@
 # make test   what the tests need, then all of them, live Slurm 22.05 and 24.11 included (as root)
 # make test-releases   configuration, jobs, training and lost nodes on live Slurm 20.11, 22.05, 24.11 and 26.05
 # make test-guide   the set-up guide, typed block by block on three bare machines with systemd (as root)
+# make test-containers   two hosts in a container engine, started by the tests (as root, with dockerd and debootstrap)
 # make docs   the documentation site, into build/docs
 # make audit  known vulnerabilities of what is installed, from pypi.org: before a release
 # make fresh  make demo and make test in a new Debian root (as root, with debootstrap): before a release
@@ -20,7 +21,7 @@ fuzz: $(VENV)/installed-test
 	DDP_SLURM_FUZZ=100000 $(IN_VENV) -m pytest --timeout=0 tests/unit/test_fuzz.py \
 	  tests/training/test_fuzz_snapshots.py
 
-.PHONY: fuzz demo test test-releases test-guide fresh lint secret_scan audit docs clean
+.PHONY: fuzz demo test test-releases test-guide test-containers fresh lint secret_scan audit docs clean
 
 demo: $(VENV)/installed-train
 	cd synthetic_data_example && CUDA_VISIBLE_DEVICES= ../$(IN_VENV) -m ddp_slurm.cli plan --job job.yaml
@@ -37,6 +38,9 @@ test-releases: $(VENV)/installed-test $(VENV)/installed-packages
 
 test-guide: $(VENV)/installed-test $(VENV)/installed-packages
 	DDP_SLURM_TEST_GUIDE=1 $(IN_VENV) -m pytest -s tests/slurm/test_guide_walk.py
+
+test-containers: $(VENV)/installed-test
+	DDP_SLURM_TEST_CONTAINERS=1 $(IN_VENV) -m pytest tests/hosts/test_containers.py
 
 fresh:
 	tests/fresh_root.sh demo test

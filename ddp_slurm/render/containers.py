@@ -15,6 +15,15 @@ FOLDER_CHECK = (
 )
 """A line of bash that refuses a working folder which the engines would not mount as it is named."""
 
+GPU_OPTIONS = (
+    "$([ ! -e /proc/driver/nvidia ] && [ ! -e /dev/dxg ] "
+    "|| echo --gpus=all --ulimit=memlock=-1 --ulimit=stack=67108864)"
+)
+"""Docker's options on a node with an NVIDIA driver, also that of Windows; none on others.
+
+Without the driver's runtime an engine refuses ``--gpus``. NCCL locks pages; an engine that runs in
+a container itself may have no right to allow it."""
+
 
 def apptainer_words(container: Container, mounts: Iterable[Mount]) -> list[str]:
     """The words before the command, quoted for a shell. apptainer passes the environment on."""
@@ -49,9 +58,8 @@ def docker_words(
         words.append(f"--network-alias={shell_quote(name)}")
     else:
         words.append("--network=host")
-    # NCCL needs shared memory of the host's size and locked pages.
-    words += ["--ipc=host", "--ulimit=memlock=-1", "--ulimit=stack=67108864"]
-    words.append("--gpus=all")
+    words.append("--ipc=host")  # NCCL and loader workers need shared memory of the host's size
+    words.append(GPU_OPTIONS)
     # Files that are created in mounted folders belong to the user.
     words.append('--user="$(id -u):$(id -g)"')
     words += ["--env=HOME=/tmp", '--env=USER="$(id -un)"']

@@ -4,6 +4,7 @@ import os
 import pwd
 import re
 import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +12,17 @@ import pytest
 
 from ddp_slurm.job.checks import combination_errors
 from ddp_slurm.job.options import JobOptions
-from ddp_slurm.render import RenderError, render_sbatch
+from ddp_slurm.render import RenderError, containers, render_sbatch
+from ddp_slurm.render.containers import GPU_OPTIONS
 from ddp_slurm.render.torchrun import TorchrunError, network_commands, render_torchrun
 
 from .recording import ENV, VALUES, WORDS, Stubs, bash, plan_of, segments
 
 
-def test_docker_gets_options_variables_and_command(stubs: Stubs, tmp_path: Path) -> None:
+def test_docker_gets_options_variables_and_command(
+    stubs: Stubs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(containers, "GPU_OPTIONS", "")  # those depend on this machine
     stubs.add("docker")
     plan = plan_of(
         command=["python", "t.py", *WORDS],
@@ -45,9 +50,6 @@ def test_docker_gets_options_variables_and_command(stubs: Stubs, tmp_path: Path)
         f"--name={name}",
         "--network=host",
         "--ipc=host",
-        "--ulimit=memlock=-1",
-        "--ulimit=stack=67108864",
-        "--gpus=all",
         f"--user={os.getuid()}:{os.getgid()}",
         "--env=HOME=/tmp",
         f"--env=USER={user}",
@@ -57,6 +59,21 @@ def test_docker_gets_options_variables_and_command(stubs: Stubs, tmp_path: Path)
         f"--workdir={tmp_path}",
     ]
     assert clean_up == ["rm", "--force", name]
+
+
+@pytest.mark.parametrize("device", ["/proc/driver/nvidia", "/dev/dxg"])
+def test_docker_gets_gpus_only_where_a_driver_is(tmp_path: Path, device: str) -> None:
+    text = GPU_OPTIONS.replace("/proc/driver/nvidia", f"{tmp_path}/a").replace(
+        "/dev/dxg", f"{tmp_path}/b"
+    )
+
+    def options() -> list[str]:
+        command = ["bash", "-euc", f"echo docker {text}"]
+        return subprocess.check_output(command, text=True).split()[1:]
+
+    assert options() == []
+    (tmp_path / ("a" if "nvidia" in device else "b")).touch()
+    assert options() == ["--gpus=all", "--ulimit=memlock=-1", "--ulimit=stack=67108864"]
 
 
 def test_real_docker_client_accepts_the_options(stubs: Stubs, tmp_path: Path) -> None:
