@@ -4,6 +4,8 @@
     python -m benchmarks.links --json sums.json
     # two cards of this host, a link between them: images/s as part of the sum of the cards alone
     python -m benchmarks.links --gpus --json gpus.json
+    # the same with exact gradients in buckets of 1, 5 and 25 MiB, behind more computing
+    python -m benchmarks.links --gpus --rates 10gbit --buckets 1,5,25 --batch-size 4096
     # the same on CPUs, with a small network and few steps
     python -m benchmarks.links --gpus --rehearse
 
@@ -33,6 +35,7 @@ parser = argparse.ArgumentParser(
 parser.add_argument("--gpus", action="store_true", help="two cards of this host, ResNet-18")
 parser.add_argument("--rehearse", action="store_true", help="with --gpus: on CPUs, small and short")
 parser.add_argument("--rates", help="links, as 1gbit,10gbit,unlimited")
+parser.add_argument("--buckets", help="with --gpus: exact, in buckets of so many MiB, as 1,5,25")
 parser.add_argument("--megabytes", type=float, default=6.0, help="of an all-reduce; default 6")
 parser.add_argument("--batch-size", type=int, help="per card; default 1024")
 parser.add_argument("--seconds", type=float, help="of each figure; default 4")
@@ -102,7 +105,10 @@ def trainings(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rates = (arguments.rates or ("10mbit,unlimited" if small else "1gbit,10gbit,unlimited")).split(
         ","
     )
-    order = [("unlimited", "alone"), *((rate, way) for rate in rates for way in WAYS)]
+    ways = WAYS
+    if arguments.buckets:
+        ways = tuple(f"exact@{size}" for size in arguments.buckets.split(","))
+    order = [("unlimited", "alone"), *((rate, way) for rate in rates for way in ways)]
     started = time.monotonic()
     cells = []
     with Machines(2, arguments.tools) as machines:
@@ -143,12 +149,14 @@ def print_trainings(cells: Sequence[dict[str, Any]]) -> None:
     found = {(cell["rate"], cell["way"]): cell for cell in cells}
     print(f"the cards alone: {cells[0]['images_per_second'] or 0:,.0f} images/s in all")
     rows: list[tuple[str, ...]] = [("part of the sum alone", *rates)]
-    for way in ("exact", "bf16", "powersgd", "local:8", "local:32"):
+    ways = dict.fromkeys(cell["way"] for cell in cells[1:])
+    for way in sorted(ways):
         parts = [found.get((rate, way), {}).get("part") for rate in rates]
         rows.append((way, *("-" if part is None else f"{part:.3f}" for part in parts)))
-    bounds = [found.get((rate, "exact"), {}).get("part_of_exact_bound") for rate in rates]
-    name = "exact, part of the link's bound"
-    rows.append((name, *("-" if part is None else f"{part:.3f}" for part in bounds)))
+    for way in (way for way in sorted(ways) if way.startswith("exact")):
+        bounds = [found.get((rate, way), {}).get("part_of_exact_bound") for rate in rates]
+        name = f"{way}, part of the link's bound"
+        rows.append((name, *("-" if part is None else f"{part:.3f}" for part in bounds)))
     print(table(rows))
 
 

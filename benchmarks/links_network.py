@@ -6,15 +6,15 @@ with the last process, however that ends.
 
 import ctypes
 import os
-import signal
 import subprocess
 from pathlib import Path
+
+from ddp_slurm.parent import die_with_parent
 
 NETWORK = "10.212.0"
 PORT = 29500
 NAMES = Path("/run/netns")
 CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
-PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -23,7 +23,7 @@ def enter(namespace: str) -> None:
 
     It is killed when that process ends.
     """
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     with (NAMES / namespace).open() as file:
         if LIBC.setns(file.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"setns {namespace}")

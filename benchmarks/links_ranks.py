@@ -136,8 +136,10 @@ def _images_per_second(world: World, cell: Cell) -> dict[str, float]:
     model: nn.Module = network
     period = 1
     if cell["way"] != "alone":
-        os.environ["DDP_SLURM_COMM"] = cell["way"]
-        period = Comm.read(cell["way"]).steps or 1
+        way, _, mebibytes = cell["way"].partition("@")
+        os.environ["DDP_SLURM_COMM"] = way
+        os.environ["DDP_SLURM_BUCKET_BYTES"] = str(int(mebibytes) << 20) if mebibytes else ""
+        period = Comm.read(way).steps or 1
         model = world.wrap(network, optimizer, [batch] * world.world_size)
     images = torch.randn(batch, 3, 32, 32, device=device)
     images = images.to(memory_format=torch.channels_last)
