@@ -50,6 +50,27 @@ def run(*argv: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
 
 
+LATE_SIGNAL = """
+import os, signal
+from ddp_slurm.training import init_distributed
+
+
+class Last:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGUSR2):
+        kill(pid, number)
+
+
+last = Last()
+with init_distributed(backend="gloo"):
+    print("ends")
+"""
+
+
+def test_signal_to_stop_does_not_kill_a_rank_that_ends() -> None:
+    done = run("-c", LATE_SIGNAL)
+    assert (done.returncode, done.stdout) == (0, "ends\n"), done.stderr
+
+
 def test_script_ends_well_while_gloo_is_busy() -> None:
     done = run("-c", BUSY_THREAD.format(begin=IN_A_WORLD))
     assert (done.returncode, done.stdout) == (0, "ends\n"), done.stderr

@@ -21,6 +21,13 @@ def catch_stop_signal() -> None:
         signal.signal(signal.SIGUSR2, _request)
 
 
+def ignore_stop_signal() -> None:
+    """For the end of the process: Python then gives up its handlers, and SIGUSR2 would kill a rank
+    whose work is done."""
+    if _may_set_handlers() and signal.getsignal(signal.SIGUSR2) is _request:
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+
 def stop_when_preempted(rank: int) -> None:
     """From now on the SIGTERM of a preemption under Slurm is a request to stop, too.
 

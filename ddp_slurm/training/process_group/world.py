@@ -31,7 +31,7 @@ from ddp_slurm.training.process_group.rendezvous import (
 from ddp_slurm.training.process_group.start_group import (
     Membership,
 )
-from ddp_slurm.training.process_group.stop_signal import is_stop_requested
+from ddp_slurm.training.process_group.stop_signal import ignore_stop_signal, is_stop_requested
 from ddp_slurm.training.uneven.calibrate import TrainingStep
 from ddp_slurm.training.uneven.gradients import wrap_model
 from ddp_slurm.training.uneven.sample_batches import TrainingData, batch_reader
@@ -234,3 +234,4 @@ class World:
         if os.getpid() == process:
             self.close()
             let_gloo_rest()
+            ignore_stop_signal()
