@@ -2,6 +2,8 @@
 
     torchrun --nproc-per-node 1 benchmarks/graphs.py
     torchrun --nproc-per-node 2 benchmarks/graphs.py
+    # also a model that torch.compile has compiled: two minutes more
+    torchrun --nproc-per-node 1 benchmarks/graphs.py --sizes 512 --compiled 512
 
 It needs GPUs; about a minute. Exits non-zero if a comparison with the same training without graphs
 fails. ResNet-18 on CIFAR-10 shapes, bf16; the sizes are samples a rank.
@@ -38,6 +40,7 @@ parser = argparse.ArgumentParser(
 )
 parser.add_argument("--sizes", default="128,512,1024,2048")
 parser.add_argument("--steps", type=int, default=150, help="of each measurement")
+parser.add_argument("--compiled", type=int, help="a size at which a compiled model is timed too")
 parser.add_argument("--rounds", type=int, default=1)
 
 failures: list[str] = []
@@ -162,7 +165,13 @@ def made_images(samples: int, device: torch.device) -> ResidentImages:
 
 
 def images_a_second(
-    world: World, size: int, steps: int, graphs: str, *, note: list[float] | None = None
+    world: World,
+    size: int,
+    steps: int,
+    graphs: str,
+    *,
+    note: list[float] | None = None,
+    compiled: bool = False,
 ) -> float:
     """Of all ranks, the start left out; the losses of the reports go to ``note``."""
     batch = size * world.world_size
@@ -170,6 +179,8 @@ def images_a_second(
     data = made_images(samples, world.device)
     torch.manual_seed(0)
     model = to_channels_last(resnet18()).to(world.device)
+    if compiled:
+        model.compile()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, fused=True)
     rates: list[float] = []
 
@@ -234,6 +245,17 @@ def main() -> None:
                     f"{size:5} a rank: {off:8,.0f} images/s without graphs, {on:8,.0f} with, "
                     f"{auto:8,.0f} auto: {on / off:.2f} and {auto / off:.2f} times",
                     flush=True,
+                )
+        if arguments.compiled:
+            rates_of = {"off": 0.0, "on": 0.0}
+            for graphs in rates_of:
+                rates_of[graphs] = images_a_second(
+                    world, arguments.compiled, 2 * arguments.steps, graphs, compiled=True
+                )
+            if world.rank == 0:
+                print(
+                    f"{arguments.compiled:5} a rank, compiled: {rates_of['off']:8,.0f} images/s "
+                    f"without graphs, {rates_of['on']:8,.0f} with"
                 )
     sys.exit(1 if failures else 0)
 

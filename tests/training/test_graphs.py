@@ -181,6 +181,10 @@ def test_model_that_cannot_be_a_graph_has_a_reason(model: nn.Module, reason: str
     assert found is None if reason is None else reason in str(found)
 
 
+def test_compiled_model_is_captured_on_request() -> None:
+    assert reason_of_model(compiled(nn.Linear(2, 2)), allows_compiled=True) is None
+
+
 def test_loss_with_weights_of_its_own_has_a_reason() -> None:
     loss = WeightedLoss(nn.functional.mse_loss, lambda targets: targets.sum())
     assert "target_weight" in str(loss.reason_against_graphs)

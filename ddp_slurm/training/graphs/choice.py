@@ -74,11 +74,11 @@ class Graphs:
     ) -> None:
         """Give the parameters the gradient of the whole global batch. While ``in_use``."""
         assert self._compute is not None
+        self._compute.flat.give_to_parameters()
         with clock.part():
             self._compute(parts, factor, is_whole=is_whole)
         if self._world.world_size > 1:
             self._compute.flat.sum_over_ranks()
-        self._compute.flat.give_to_parameters()
 
     def forget(self) -> None:
         """Capture again: the shares have changed."""

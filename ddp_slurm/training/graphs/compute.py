@@ -143,11 +143,13 @@ def reason_of_device(device: torch.device) -> str | None:
     return None if device.type == "cuda" else "CUDA graphs need GPUs"
 
 
-def reason_of_model(model: nn.Module) -> str | None:
+def reason_of_model(model: nn.Module, *, allows_compiled: bool = False) -> str | None:
     """Why this model's forward and backward cannot be a graph, as far as it shows beforehand."""
     for module in model.modules():
-        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
-            return "the model is compiled, which has graphs of its own (mode='reduce-overhead')"
+        is_compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+        if is_compiled and not allows_compiled:
+            # Its functions are compiled again for the graph, which takes as long as the first time.
+            return "the model is compiled; graphs='on' captures it too, if its mode has no graphs"
         if isinstance(module, nn.SyncBatchNorm):
             return "SyncBatchNorm waits for the other ranks within the model"
         if getattr(module, "sparse", False):

@@ -144,7 +144,11 @@ class OptimizerStep:
 
     def _make_graphs(self, world: World, config: TrainerConfig) -> Graphs:
         reason = reason_of_device(world.device) or self._reason_of_exchange()
-        reason = reason or self.loss.reason_against_graphs or reason_of_model(self._inner)
+        reason = (
+            reason
+            or self.loss.reason_against_graphs
+            or reason_of_model(self._inner, allows_compiled=config.graphs == "on")
+        )
         compute = None
         if reason is None and config.graphs != "off":
             work = ForwardBackward(self._inner, self.loss, self.precision, self.loss_sum)
