@@ -28,4 +28,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGUSR2, pass_on)
     from torch.distributed.run import main
 
-    main()
+    try:
+        main()
+    finally:
+        # A Python that ends gives up its handlers, and the signal would kill it.
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)

@@ -282,3 +282,27 @@ def test_launcher_torchrun_restarts_all_nodes(
     for attempt, line in enumerate(lines):
         assert f"--master-port={10007 + attempt} --rdzv-id=7-{attempt} " in line
     assert done.stderr.count("restart ") == calls - 1
+
+
+LATE_SIGNAL = """
+import os, runpy, signal, sys, types
+
+for name in ("torch", "torch.distributed", "torch.distributed.run"):
+    sys.modules[name] = types.ModuleType(name)
+sys.modules["torch.distributed.run"].main = lambda: print("ends")
+
+
+class Last:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGUSR2):
+        kill(pid, number)
+
+
+last = Last()
+runpy.run_module("ddp_slurm.torchrun_agent", run_name="__main__")
+"""
+
+
+def test_signal_to_stop_does_not_kill_an_agent_that_ends() -> None:
+    command = [sys.executable, "-c", LATE_SIGNAL]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "ends\n"), done.stderr
