@@ -63,6 +63,9 @@ def found_in_world(pipe: Connection, limits: tuple[int, ...]) -> dict[str, int]:
             return micro_batch.find_micro_batch(step, 64, world.control)
 
         found = {"plain": find(), "synced": find(nn.SyncBatchNorm(3))}
+        model = nn.Sequential(nn.Linear(3, 3), Stingy(limits[world.rank]))
+        optimizer = torch.optim.AdamW(model.parameters())
+        found["own loop"] = world.micro_batch(64, model, mse_loss, batch(100), optimizer)
         for name, model in (("known", "Sequential"), ("other model", "Other")):
             known = [model, "float32", {"cpu": 12}]
             os.environ["DDP_SLURM_KNOWN_LIMITS"] = json.dumps(known)
@@ -102,7 +105,7 @@ class Shortage:
     fails_in: str
     pass_number: int
     """The forward at which the card's room shrinks."""
-    micro_batch: int
+    micro_batch: int | str
     shares: tuple[int, ...] = (9, 12)
     limit: int = 3
     layer: int = 3
@@ -149,6 +152,8 @@ def train_through(pipe: Connection, shortages: list[Shortage]) -> list[dict[str,
 def _trained(world: World, shortage: Shortage) -> dict[str, Any]:
     """Three steps and a last, small one in the Trainer: parameters, losses, the micro-batch."""
     with pytest.MonkeyPatch.context() as patch:
+        if shortage.micro_batch == "auto":
+            patch.setattr(micro_batch, "has_own_memory", lambda device: True)
         if shortage.counts_twice:
             patch.setattr(passes, "_mark", lambda parameter: None)
         own = shortage if world.rank == shortage.rank else None

@@ -53,6 +53,16 @@ def test_gradient_is_exact_when_memory_runs_out(tmp_path: Path) -> None:
     assert "ran out of memory with 4 samples at once; goes on with 2, in the same step" in log
 
 
+def test_searched_micro_batches_train_exactly(tmp_path: Path) -> None:
+    """Rank 1 has room for 5 samples from the start, and its share is 12."""
+    shortage = Shortage(1, "backward", 0, micro_batch="auto", limit=5)
+    found = run_world(tmp_path, (1, 1), train_through, [shortage])
+    assert [outcome["most_at_once"] for [outcome] in found] == [9, 4]
+    for [outcome] in found:
+        assert relative_error(outcome["parameters"], trained_alone(shortage)) < 1e-12
+    assert "ran out of memory" not in (tmp_path / "rank1.log").read_text()
+
+
 def test_a_gradient_that_counts_twice_is_noticed(tmp_path: Path) -> None:
     """The negative control: each parameter gets the gradient of the failed pass again."""
     shortage = Shortage(1, "backward", SECOND_STEP, micro_batch=4, counts_twice=True)
