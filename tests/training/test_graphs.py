@@ -16,6 +16,7 @@ from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.training import TrainerConfig
 from ddp_slurm.training.graphs import capture
 from ddp_slurm.training.graphs.compute import GraphedCompute, reason_of_model
+from ddp_slurm.training.memory.out_of_memory import is_out_of_memory
 from ddp_slurm.training.uneven.weighted_loss import WeightedLoss
 
 from .graphs_worker import Stand, pretend, run_graphed
@@ -147,7 +148,7 @@ def summed(pipe: Any) -> None:
     for sizes, forget_at, captures, expected_reasons in SIZES:
         calls = pretend(Stand())
         reasons: list[str] = []
-        compute = GraphedCompute(Summing(), reasons.append)
+        compute = GraphedCompute(Summing(), reasons.append, _refuse)
         factor = torch.tensor(0.5, dtype=torch.float64)
         for index, size in enumerate(sizes):
             if index == forget_at:
@@ -156,6 +157,50 @@ def summed(pipe: Any) -> None:
             compute([(inputs, inputs)], factor, is_whole=True)
             assert compute.flat.buffers[0][0].item() == 0.5 * index * size
         assert (calls.captures, reasons) == (captures, expected_reasons)
+
+
+def _refuse(error: RuntimeError, samples: int) -> int:
+    raise error
+
+
+class Shrinking(Summing):
+    """Counts samples; from a step on it runs out of memory when half of the work is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limit = 100
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, inputs: Tensor, targets: Tensor, factor: Tensor) -> None:
+        super().forward(inputs, targets, factor)
+        self.seen += len(inputs)
+        if len(inputs) > self.limit:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+
+def shrunk(pipe: Any) -> None:
+    for first_short_step in range(3):  # later there are graphs, which need no more memory
+        pretend(Stand())
+        model, reasons, ran_out = Shrinking(), [], []
+
+        def halve(error: RuntimeError, samples: int) -> int:
+            assert is_out_of_memory(error)
+            ran_out.append(samples)  # noqa: B023  # called in this round only
+            return samples // 2
+
+        compute = GraphedCompute(model, reasons.append, halve)
+        for step in range(3):
+            model.limit = 2 if step >= first_short_step else 100
+            parts = [(torch.full((size,), 1.0 + step), torch.zeros(size)) for size in (3, 5)]
+            compute(parts, torch.tensor(0.5, dtype=torch.float64), is_whole=True)
+            assert compute.flat.buffers[0][0].item() == 0.5 * 8 * (1 + step)
+            assert model.seen.item() == 8 * (1 + step)
+        assert ran_out[:1] == [5]
+        assert reasons == ["its memory ran out"]
+
+
+def test_graphs_out_of_memory_takes_the_step_again(tmp_path: Path) -> None:
+    run_world(tmp_path, (1,), shrunk)
 
 
 def test_graphs_are_captured_again_for_new_sizes(tmp_path: Path) -> None:

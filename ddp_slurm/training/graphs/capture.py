@@ -42,7 +42,9 @@ def captured(function: Callable[[], object], pool: Any) -> Callable[[], None]:
 
 def _check_room(needed: int) -> None:
     """Steps without the graph, such as the last of an epoch, need about its memory once more."""
-    free, _ = torch.cuda.mem_get_info()
+    free, total = torch.cuda.mem_get_info()
+    allowed = total * torch.cuda.get_per_process_memory_fraction() - torch.cuda.memory_reserved()
+    free = min(free, int(allowed))
     if free < needed:
         raise RuntimeError(
             f"the graph takes {needed >> 20} MiB and leaves {free >> 20} MiB, too little for the "

@@ -1,5 +1,6 @@
 """The gradient of a rank's share: each micro-batch by a graph of its size, or kernel by kernel."""
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,8 @@ from torch.func import functional_call
 
 from ddp_slurm.training.graphs import capture
 from ddp_slurm.training.graphs.flat import FlatGradients
+from ddp_slurm.training.memory.out_of_memory import free_memory
+from ddp_slurm.training.memory.passes import evenly
 
 MOST_GRAPHS = 2
 """The parts of an accumulated share differ by one sample, so they have two sizes."""
@@ -30,12 +33,20 @@ class GraphedCompute:
         forward_backward: a module whose forward takes (inputs, targets, factor) and runs backward.
             It must have no other effect than on gradients, buffers and tensors that live on.
         failed: gets the reason, once, if nothing more will be captured.
+        ran_out: gets an error and the samples of the pass that raised it. Returns how many samples
+            to run at once instead, or raises.
     """
 
-    def __init__(self, forward_backward: nn.Module, failed: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        forward_backward: nn.Module,
+        failed: Callable[[str], None],
+        ran_out: Callable[[RuntimeError, int], int],
+    ) -> None:
         self.flat = FlatGradients(dict(forward_backward.named_parameters()))
         self._forward_backward = forward_backward
         self._failed = failed
+        self._ran_out = ran_out
         self._may_capture = True
         self._graphs: dict[Key, _Graph] = {}
         self._pool: Any = None
@@ -52,16 +63,48 @@ class GraphedCompute:
             factor: for the sum of the losses, a float64 scalar on the device.
             is_whole: the sizes will come again.
         """
-        self.flat.zero()
-        for inputs, targets in parts:
-            graph = self._graphs.get(_key(inputs, targets))
-            if graph is not None:
-                graph.replay(inputs, targets, factor)
-                self._replays += 1
-            elif is_whole and self._may_capture:
-                self._approach(inputs, targets, factor)
-            else:
-                self._run(inputs, targets, factor)
+        replays_all = all(_key(*part) in self._graphs for part in parts)
+        saved = [] if replays_all else self._state()
+        while True:
+            self.flat.zero()
+            try:
+                for part in parts:
+                    self._add(*part, factor, is_whole=is_whole)
+                return
+            except RuntimeError as error:
+                most = self._ran_out(error, max(len(targets) for _, targets in parts))
+            # Outside of the except block, whose error holds the tensors of the failed pass.
+            parts = self._take_back(saved, parts, most)
+
+    def _add(self, inputs: Tensor, targets: Tensor, factor: Tensor, *, is_whole: bool) -> None:
+        graph = self._graphs.get(_key(inputs, targets))
+        if graph is not None:
+            graph.replay(inputs, targets, factor)
+            self._replays += 1
+        elif is_whole and self._may_capture:
+            self._approach(inputs, targets, factor)
+        else:
+            self._run(inputs, targets, factor)
+
+    def _state(self) -> list[tuple[Tensor, Tensor]]:
+        """What a step changes besides gradients, with copies: statistics, the sum of the losses."""
+        return [(buffer, buffer.clone()) for buffer in self._forward_backward.buffers()]
+
+    def _take_back(
+        self,
+        saved: Sequence[tuple[Tensor, Tensor]],
+        parts: Sequence[tuple[Tensor, Tensor]],
+        most: int,
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Undo the passes of a step that ran out of memory; the smaller passes to take instead."""
+        if self._may_capture:
+            self._give_up("its memory ran out")
+        free_memory(self.flat.buffers[0].device)
+        with torch.no_grad():
+            for buffer, content in saved:
+                buffer.copy_(content)
+        halves = (evenly(*part, -(-len(part[1]) // most)) for part in parts)
+        return list(itertools.chain.from_iterable(halves))
 
     def forget(self) -> None:
         """Free the graphs: the shares have changed."""

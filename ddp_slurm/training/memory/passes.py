@@ -59,7 +59,7 @@ class Passes:
         """Add a micro-batch's gradient; with the last one the sum over the ranks begins."""
         parts = -(-len(targets) // self.most_at_once)
         if parts > 1 and not has_sync_batchnorm(self._inner):
-            self._run_parts(_evenly(inputs, targets, parts), is_last)
+            self._run_parts(evenly(inputs, targets, parts), is_last)
             return
         updates = [_updates(layer) for layer in self._layers]
         try:
@@ -67,12 +67,12 @@ class Passes:
                 self._attempt(inputs, targets)
             return
         except RuntimeError as error:
-            self._halve(error, len(targets))
+            self.halve(error, len(targets))
         device = targets.device
         free_memory(device)
         with self._unchanged_statistics(updates):
             if self._marks is None:
-                self._run_parts(_evenly(inputs, targets, 2), is_last)
+                self._run_parts(evenly(inputs, targets, 2), is_last)
             else:
                 self._complete(inputs, targets, self._marks, is_last)
 
@@ -95,8 +95,9 @@ class Passes:
         for i, part in enumerate(parts):
             self.run(*part, is_last=is_last and i + 1 == len(parts))
 
-    def _halve(self, error: RuntimeError, samples: int) -> None:
-        """Raises what is no lack of memory, and what halving does not help."""
+    def halve(self, error: RuntimeError, samples: int) -> int:
+        """So many samples at once from now on. Raises what is no lack of memory, and what fewer
+        samples do not help."""
         if not is_out_of_memory(error):
             raise error
         if has_sync_batchnorm(self._inner):
@@ -115,6 +116,7 @@ class Passes:
             f"{self.most_at_once}, in the same step",
             flush=True,
         )
+        return self.most_at_once
 
     def _complete(
         self, inputs: Tensor, targets: Tensor, marks: list[object], is_last: bool
@@ -130,7 +132,7 @@ class Passes:
             try:
                 gradients = self._gradients(inputs, targets, rest)
             except RuntimeError as error:
-                self._halve(error, self.most_at_once)
+                self.halve(error, self.most_at_once)
             if gradients is None:
                 free_memory(targets.device)
         owed = {name: rest[name] for name in gradients}
@@ -151,7 +153,7 @@ class Passes:
             return functional_call(self._inner, leaves, (part,))
 
         counts = []
-        for part in _evenly(inputs, targets, -(-len(targets) // self.most_at_once)):
+        for part in evenly(inputs, targets, -(-len(targets) // self.most_at_once)):
             found = self._loss_of(forward, *part)
             if found is not None:
                 loss, count = found
@@ -194,7 +196,8 @@ class _Delivery(torch.autograd.Function):
         return None, *ctx.gradients
 
 
-def _evenly(inputs: Tensor, targets: Tensor, parts: int) -> list[tuple[Tensor, Tensor]]:
+def evenly(inputs: Tensor, targets: Tensor, parts: int) -> list[tuple[Tensor, Tensor]]:
+    """So many parts, whose sizes differ by one sample at most."""
     ends = [len(targets) * i // parts for i in range(parts + 1)]
     slices = [slice(ends[i], ends[i + 1]) for i in range(parts)]
     return [(inputs[part], targets[part]) for part in slices]

@@ -22,6 +22,8 @@ class ForwardBackward(nn.Module):
         self._loss = loss
         self._precision = precision
         self._loss_sum = loss_sum
+        # one of the buffers, so that a pass can be taken back
+        self.register_buffer("loss_sums", loss_sum.sums, persistent=False)
 
     def forward(self, inputs: Tensor, targets: Tensor, factor: Tensor) -> None:
         """Add the gradient of ``factor`` times the sum over the targets; count the loss."""

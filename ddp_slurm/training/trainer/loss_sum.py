@@ -8,8 +8,8 @@ class LossSum:
     """This rank's losses since the last reset: their sum, the sum of their weights, the samples."""
 
     def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
-        self._loss, self._weight = self._sums.unbind()  # views: += changes the sums
+        self.sums = torch.zeros(2, dtype=torch.float64, device=device)
+        self._loss, self._weight = self.sums.unbind()  # views: += changes the sums
         self.samples = 0
 
     def add(self, loss: Tensor, weight: float | Tensor) -> None:
@@ -22,10 +22,10 @@ class LossSum:
 
     def totals(self) -> tuple[float, float]:
         """Sum of losses and sum of weights. Waits for the GPU."""
-        loss, weight = self._sums.tolist()
+        loss, weight = self.sums.tolist()
         return loss, weight
 
     def reset(self, loss: float = 0.0, weight: float = 0.0, samples: int = 0) -> None:
-        self._sums[0] = loss
-        self._sums[1] = weight
+        self.sums[0] = loss
+        self.sums[1] = weight
         self.samples = samples

@@ -153,7 +153,9 @@ class OptimizerStep:
         if reason is None and config.graphs != "off":
             work = ForwardBackward(self._inner, self.loss, self.precision, self.loss_sum)
             compute = GraphedCompute(
-                work, lambda why: say(f"graphs: {world.place} has none, since {why}")
+                work,
+                lambda why: say(f"graphs: {world.place} has none, since {why}"),
+                self._passes.halve,
             )
         quiet = config.quiet or world.rank != 0
         report = _say_nothing if quiet else say
