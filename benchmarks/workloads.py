@@ -40,6 +40,15 @@ class Repeated(nn.Module):
         return total if self.times == 1 else total / self.times
 
 
+class CausalLayer(nn.TransformerEncoderLayer):
+    """Each token sees itself and those before it."""
+
+    def forward(self, src: Tensor, *more: Any, **options: Any) -> Tensor:
+        size = src.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(size, device=src.device)
+        return super().forward(src, src_mask=mask, is_causal=True)
+
+
 class Transformer(nn.Module):
     """Tokens of ``width`` numbers through blocks; of the mean of all, or of each, the classes."""
 
@@ -48,10 +57,9 @@ class Transformer(nn.Module):
         self.first = first
         self.places = nn.Parameter(0.02 * torch.randn(tokens, width))
         options: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": True}
-        blocks = [
-            nn.TransformerEncoderLayer(width, max(1, width // 64), 4 * width, **options)
-            for _ in range(depth)
-        ]
+        layer = CausalLayer if outputs == WORDS else nn.TransformerEncoderLayer
+        heads = max(1, width // 64)
+        blocks = [layer(width, heads, 4 * width, **options) for _ in range(depth)]
         self.blocks = nn.Sequential(*blocks)
         self.last = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, outputs))
 
