@@ -1,9 +1,13 @@
 """Users' loops on ranks slowed 1 : 2 : 4, with and without --uneven, beside the sum of the ranks.
 
     python benchmarks/uneven_scripts.py [STYLE ...]
+    python benchmarks/uneven_scripts.py --overhead
 
 Each style runs on three gloo ranks of this machine. A rank's compute is a sleep in proportion to
 its samples, so the figures are of the shares and the loop, not of the cores.
+
+--overhead: what --uneven costs on two ranks with equal shares: the processor time of a step of a
+plain loop, with and without it in turns, and what that is of steps of 10, 30 and 100 ms.
 """
 
 import json
@@ -21,6 +25,9 @@ BATCH_SIZE = 28
 """Of the script, for each rank: the global batch is 84."""
 STEPS = 20
 WARM_UP = 5
+ROUNDS = 30
+"""Of a short epoch whose fastest round counts: other programs slow single rounds down."""
+TURNS = 3
 
 
 def make_model():  # type: ignore[no-untyped-def]
@@ -162,25 +169,26 @@ def be_a_rank(style: str) -> None:
     print("RESULT", json.dumps({"samples": model.samples, "seconds": seconds}), flush=True)
 
 
-def samples_per_second(style: str, port: int, *, uneven: bool) -> float:
-    """Of all ranks together, after the warm-up."""
+def run_ranks(words: list[str], port: int, *, uneven: bool, shares: str) -> list[dict[str, float]]:
+    """What the ranks of this file measured."""
     option = ["--uneven"] if uneven else []
+    world_size = len(shares.split(","))
     ranks = []
-    for rank in range(3):
+    for rank in range(world_size):
         environ = {
             "RANK": str(rank),
             "LOCAL_RANK": str(max(0, rank - 1)),
-            "WORLD_SIZE": "3",
-            "LOCAL_WORLD_SIZE": "1" if rank == 0 else "2",
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": "1" if rank == 0 else str(world_size - 1),
             "GROUP_RANK": str(min(rank, 1)),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
-            "DDP_SLURM_SHARES": SHARES,
-            "DDP_SLURM_TASKS_PER_NODE": "1,2",
+            "DDP_SLURM_SHARES": shares,
+            "DDP_SLURM_TASKS_PER_NODE": f"1,{world_size - 1}",
         }
-        command = [sys.executable, "-m", "ddp_slurm.run", *option, __file__, "--rank", style]
+        command = [sys.executable, "-m", "ddp_slurm.run", *option, __file__, *words]
         ranks.append(
             subprocess.Popen(
                 command, env={**os.environ, **environ}, stdout=subprocess.PIPE, text=True
@@ -190,7 +198,54 @@ def samples_per_second(style: str, port: int, *, uneven: bool) -> float:
     for process in ranks:
         output = process.communicate()[0]
         found.append(json.loads(output[output.index("RESULT {") + 7 :].partition("\n")[0]))
+    return found
+
+
+def samples_per_second(style: str, port: int, *, uneven: bool) -> float:
+    """Of all ranks together, after the warm-up."""
+    found = run_ranks(["--rank", style], port, uneven=uneven, shares=SHARES)
     return sum(rank["samples"] for rank in found) / max(rank["seconds"] for rank in found)
+
+
+def be_a_timed_rank() -> None:
+    """Prints the processor time of a step: the median of rounds over the same short epoch."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    data = make_data()
+    ddp = DistributedDataParallel(torch.nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    loader = DataLoader(data, BATCH_SIZE, sampler=DistributedSampler(data))
+    times = []
+    for _ in range(ROUNDS):
+        began = time.process_time()
+        for x, y in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(ddp(x), y).backward()
+            optimizer.step()
+        times.append((time.process_time() - began) / len(loader))
+    print("RESULT", json.dumps({"seconds": min(times)}), flush=True)
+
+
+def seconds_of_a_step(*, uneven: bool) -> float:
+    """Of two ranks with equal shares: the smaller processor time."""
+    found = run_ranks(["--timed"], 29640 + uneven, uneven=uneven, shares="1,1")
+    return min(float(rank["seconds"]) for rank in found)
+
+
+def overhead() -> None:
+    plain, uneven = [], []
+    for _ in range(TURNS):
+        plain.append(seconds_of_a_step(uneven=False))
+        uneven.append(seconds_of_a_step(uneven=True))
+    more = min(uneven) - min(plain)
+    print(f"a step's processor time: {1e6 * min(plain):.0f} us, --uneven {1e6 * more:+.0f} us")
+    for step in (0.01, 0.03, 0.1):
+        print(f"  of a step of {1000 * step:.0f} ms: {more / step:.2%}")
 
 
 def main(styles: list[str]) -> None:
@@ -205,5 +260,9 @@ def main(styles: list[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
         be_a_rank(sys.argv[2])
+    elif sys.argv[1:] == ["--timed"]:
+        be_a_timed_rank()
+    elif sys.argv[1:] == ["--overhead"]:
+        overhead()
     else:
         main(sys.argv[1:] or list(STYLES))

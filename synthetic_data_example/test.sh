@@ -266,7 +266,9 @@ export DDP_SLURM_BALANCE=equal
 
 _ddp_command=(python train.py 5 1)
 _ddp_first_ranks=(0 1 3) # of each component
-# torch's own env:// cannot go to another port when it finds this one taken.
+# For scripts that read SLURM_* themselves. This script runs on the host of rank 0. torch's own
+# env:// cannot go to another port when it finds this one taken.
+export MASTER_ADDR="${MASTER_ADDR:-${SLURMD_NODENAME:-$(hostname)}}"
 export MASTER_PORT="${MASTER_PORT:-$(_ddp_free_port 0)}"
 
 _ddp_start_ranks() {

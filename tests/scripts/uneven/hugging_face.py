@@ -51,7 +51,7 @@ count = Count()
 with tempfile.TemporaryDirectory() as folder:
     arguments = TrainingArguments(
         output_dir=folder,
-        use_cpu=True,
+        use_cpu=not torch.cuda.is_available(),
         per_device_train_batch_size=BATCH_SIZE,
         gradient_accumulation_steps=MICRO_BATCHES,
         num_train_epochs=4,
