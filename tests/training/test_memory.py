@@ -65,7 +65,17 @@ def test_search_takes_few_trials() -> None:
     calls: list[int] = []
     model[3].register_forward_pre_hook(lambda module, inputs: calls.append(len(inputs[0])))
     largest_micro_batch(step_of(model), 4096)
-    assert calls == [8, 16, 32, 64, 128, 256, 192, 224, 240, 248]
+    assert calls == [4096, 2048, 1024, 512, 256, 128, 192, 224, 240, 248]
+
+
+def test_search_does_not_let_cudnn_compare_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    seen: list[bool] = []
+    model = network(20)
+    model[3].register_forward_pre_hook(lambda *_: seen.append(torch.backends.cudnn.benchmark))
+    largest_micro_batch(step_of(model), 64)
+    assert set(seen) == {False}
+    assert torch.backends.cudnn.benchmark
 
 
 @pytest.mark.parametrize("fails_in", ["forward", "backward"])
@@ -106,7 +116,8 @@ def test_search_ends_where_nothing_fits() -> None:
 
 def test_search_ends_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "SEARCH_SECONDS", -1.0)
-    assert largest_micro_batch(step_of(network(1000)), 64) == 8
+    assert largest_micro_batch(step_of(network(1000)), 64) == 64
+    assert largest_micro_batch(step_of(network(20)), 64) == 14  # 0.9 of 16
 
 
 @pytest.mark.parametrize(

@@ -138,14 +138,19 @@ class GraphedCompute:
             del self._graphs[next(iter(self._graphs))]
         self._pool = self._pool or capture.new_pool()
         self._captures += 1
+        reason = ""
         try:
             graph = _Graph(self._run, (inputs, targets, factor), self._pool)
+            self._graphs[_key(inputs, targets)] = graph
         except Exception as error:  # the model's own may be any; nothing has run yet
-            self._give_up(f"{type(error).__name__}: {error}".splitlines()[0])
-            self._run(inputs, targets, factor)
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        if not reason:
+            graph.replay(inputs, targets, factor)
             return
-        self._graphs[_key(inputs, targets)] = graph
-        graph.replay(inputs, targets, factor)
+        # Outside of the except block, whose error holds the memory of the graph.
+        self._give_up(reason)
+        free_memory(inputs.device)
+        self._run(inputs, targets, factor)
 
     def _give_up(self, reason: str) -> None:
         self._may_capture = False

@@ -1,10 +1,12 @@
-"""The largest micro-batch that a card holds, found by trying: doubling, then halving the gap.
+"""The largest micro-batch that a card holds, found by trying: the whole share, then halves of it.
 
 Each trial is forward, loss and backward on the model itself, beside a block of memory as large as
 what comes later: a copy of the model would take the memory that is looked for.
 """
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,9 +18,10 @@ from ddp_slurm.training.memory.out_of_memory import free_memory, is_out_of_memor
 from ddp_slurm.training.memory.preserve import preserved
 from ddp_slurm.training.uneven.calibrate import TrainingStep, made_measurable
 
-FIRST_SIZE = 8
+READ = 8
+"""Samples that are read; a trial repeats them."""
 SEARCH_SECONDS = 8.0
-"""No trial begins later; one more of twice the last one's size keeps it within ten."""
+"""What fits is not looked for more closely after that."""
 CLOSE = 1 / 16
 """The search ends when the smallest size that failed is larger than the found one by this part."""
 MARGIN = 0.1
@@ -45,12 +48,10 @@ def largest_micro_batch(step: TrainingStep, most: int) -> int:
     has no variance of one sample).
     """
     least = min(2, most)
-    with preserved(step.model, step.device):
+    with preserved(step.model, step.device), _without_search_for_kernels():
         made_measurable(step.model)
         trial = _Trial(step, most)
-        found, failed = trial.doubled(min(FIRST_SIZE, most), most)
-        if found == 0:
-            found, failed = trial.halved(failed, least)
+        found, failed = trial.halved(most, least)
         found = trial.between(found, failed)
         del trial
     free_memory(step.device)
@@ -61,31 +62,27 @@ class _Trial:
     def __init__(self, step: TrainingStep, most: int) -> None:
         self._step = step
         self._ends = time.monotonic() + SEARCH_SECONDS
-        self._samples = min(FIRST_SIZE, most)
+        self._samples = min(READ, most)
         # Read once: a data set's loader starts its workers for each batch.
         self._inputs, self._targets = step.get_batch(self._samples)
         whole_share = most * (_sample_bytes(self._inputs) + _sample_bytes(self._targets))
         self._later = whole_share + bytes_of_later(step.model, step.optimizer)
 
-    def doubled(self, size: int, most: int) -> tuple[int, int | None]:
-        """The largest size that fitted, 0 for none, and the one that did not."""
-        found = 0
-        while self.fits(size):
-            found = size
-            if found == most or time.monotonic() > self._ends:
-                return found, None
-            size = min(2 * size, most)
-        return found, size
+    def halved(self, most: int, least: int) -> tuple[int, int | None]:
+        """The first size that fits, of ``most`` and its halves, and the one before it.
 
-    def halved(self, failed: int | None, least: int) -> tuple[int, int | None]:
-        """The same, below a size that did not fit."""
-        assert failed is not None
-        while failed > least:
-            size = max(least, failed // 2)
-            if self.fits(size):
-                return size, failed
-            failed = size
-        raise MemoryTooSmall(
+        Downwards, since most shares fit at once: that costs one trial, and one that does not fit
+        costs next to nothing.
+        """
+        size, failed = most, None
+        while not self.fits(size):
+            if size == least:
+                raise self._too_small(least)
+            size, failed = max(least, size // 2), size
+        return size, failed
+
+    def _too_small(self, least: int) -> MemoryTooSmall:
+        return MemoryTooSmall(
             f"{least} samples at once do not fit the memory of {self._step.device} beside "
             f"{self._later / 1e9:.3g} GB for optimizer state, gradients and the batch; use a "
             "smaller model, an optimizer with less state, or checkpoint='auto'"
@@ -127,6 +124,17 @@ class _Trial:
 
     def _repeated(self, batch: Any, size: int) -> Any:
         return batch[torch.arange(size, device=batch.device) % self._samples]
+
+
+@contextlib.contextmanager
+def _without_search_for_kernels() -> Iterator[None]:
+    """cuDNN's ``benchmark`` mode would take seconds for each size."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def _sample_bytes(batch: Any) -> int:
