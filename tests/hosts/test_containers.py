@@ -112,6 +112,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     finally:
         daemon.terminate()
         daemon.wait(timeout=60)
+        # dockerd leaves a mount behind, with which the folder could not be removed.
+        subprocess.run(["umount", f"{folder}/exec/netns/default"], check=False)
 
 
 def _make_image(engine: Engine, root: Path) -> None:
