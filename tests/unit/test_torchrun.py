@@ -238,7 +238,7 @@ def test_stopped_torchrun_has_time_to_end_its_ranks() -> None:
 def test_launcher_torchrun_starts_one_task_a_node(stubs: Stubs, tmp_path: Path) -> None:
     plan = plan_of(launcher="torchrun", **{"cpus-per-task": "3"})
     first, second = segments(plan, stubs, tmp_path)
-    assert first[2:6] == ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=3"]
+    assert first[3:7] == ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=3"]
     assert second[:4] == ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=6"]
     stubs.add("python")
     task = second[second.index("sh") :]
