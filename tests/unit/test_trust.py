@@ -105,7 +105,8 @@ def test_files_of_submitit_are_for_their_user_only(other: Other, uneven: Path, s
 def test_env_of_a_node_is_in_no_list_of_processes(
     other: Other, stub: Stub, slurm: FakeSlurm, tmp_path: Path
 ) -> None:
-    stub("srun", 'echo $$ >"$UP"; while [[ -e $UP ]]; do sleep 1; done; exec "${@:7}"')
+    wait = 'echo $$ >"$UP"; while [[ -e $UP ]]; do sleep 1; done'
+    stub("srun", f'{wait}; until [[ $1 == -- ]]; do shift; done; exec "${{@:2}}"')
     file = tmp_path / "c.yaml"
     file.write_text(f"nodes: [{{name: a, gpus: 1, env: {{TOKEN: {VALUE}}}}}]")
     options = JobOptions.read({"command": ["printenv", "TOKEN"], "env": [f"MORE={VALUE}"]})
