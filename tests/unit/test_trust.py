@@ -106,7 +106,7 @@ def test_env_of_a_node_is_in_no_list_of_processes(
     other: Other, stub: Stub, slurm: FakeSlurm, tmp_path: Path
 ) -> None:
     wait = 'echo $$ >"$UP"; while [[ -e $UP ]]; do sleep 1; done'
-    stub("srun", f'{wait}; until [[ $1 == -- ]]; do shift; done; exec "${{@:2}}"')
+    stub("srun", f'{wait}; while [[ ${{1:-}} == -* ]]; do shift; done; exec "$@"')
     file = tmp_path / "c.yaml"
     file.write_text(f"nodes: [{{name: a, gpus: 1, env: {{TOKEN: {VALUE}}}}}]")
     options = JobOptions.read({"command": ["printenv", "TOKEN"], "env": [f"MORE={VALUE}"]})
