@@ -1,9 +1,10 @@
 """A data set from its source to a folder: downloaded, checked, unpacked, with a manifest."""
 
+import os
 import shutil
 import tarfile
 import zipfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -136,11 +137,20 @@ def _unpack(archive: Path, target: Path, source: Source) -> None:
 
 
 def _unpack_tar(archive: Path, target: Path) -> None:
-    if not hasattr(tarfile, "data_filter"):
-        raise DataSetError(
-            "this Python unpacks tar archives without checking their paths; it needs 3.10.12, "
-            "3.11.4 or later"
-        )
     with tarfile.open(archive) as members:
-        # Refuses links and paths that lead out of the folder, and devices; drops owners.
-        members.extractall(target, filter="data")
+        if hasattr(tarfile, "data_filter"):
+            # Refuses links and paths that lead out of the folder, and devices; drops owners.
+            members.extractall(target, filter="data")
+        else:  # Python before 3.10.12 and 3.11.4, such as Debian 12's
+            members.extractall(target, members=[_checked(member) for member in members])
+
+
+def _checked(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    """A file or a folder within the target, of this user, without special rights."""
+    member.name = member.name.lstrip("/")
+    is_inside = ".." not in PurePosixPath(member.name).parts
+    if not (is_inside and (member.isfile() or member.isdir())):
+        raise tarfile.TarError(f"{member.name!r} is no file or folder within the archive")
+    member.mode &= 0o755
+    member.uid, member.gid, member.uname, member.gname = os.getuid(), os.getgid(), "", ""
+    return member

@@ -306,7 +306,10 @@ def test_from_the_command_line(executor: HetSlurmExecutor, tmp_path: Path) -> No
     code += "sys.exit(3 * (rank == sys.argv[1]))"
     good, bad = (
         subprocess.run(
-            [*command, "python", "-c", code, failing], cwd=tmp_path, capture_output=True, text=True
+            [*command, sys.executable, "-c", code, failing],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
         )
         for failing in ("none", "2")
     )
