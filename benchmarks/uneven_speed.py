@@ -1,8 +1,8 @@
 """Speed of uneven ranks together: an equal and a balanced split, and the sum of the ranks alone.
 
-    torchrun --nproc-per-node 2 benchmarks/uneven_speed.py --slow 1,2
+    torchrun --nproc-per-node 2 -m benchmarks.uneven_speed --slow 1,2
     # on CPUs (gloo):
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/uneven_speed.py --slow 1,3
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.uneven_speed --slow 1,3
 
 ``--slow`` makes a rank about k times slower by running each part of the network k times on each
 batch. All figures come from one run, in alternation; each ratio is a line. The theory for an equal
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from benchmarks.workloads import Repeated, synchronize
 from ddp_slurm.examples.cifar10 import MEAN, STD
 from ddp_slurm.examples.models import resnet18, small_resnet, to_channels_last
 from ddp_slurm.training import ResidentImages, Trainer, World, equal_shares, init_distributed
@@ -38,24 +39,6 @@ parser.add_argument(
 parser.add_argument("--steps", type=int, help="per measurement; default 100 on a GPU, 10 on a CPU")
 parser.add_argument("--rounds", type=int, default=3)
 parser.add_argument("--precision", default="auto")
-
-
-class Repeated(nn.Module):
-    """The mean of k equal passes: k times the work forward and backward, and the same gradient.
-
-    Of each block, not of the whole network: its gradient is ready when the block is done, as on a
-    slow card.
-    """
-
-    def __init__(self, inner: nn.Module, times: int) -> None:
-        super().__init__()
-        self.inner, self.times = inner, times
-
-    def forward(self, images: Tensor) -> Tensor:
-        total = self.inner(images)
-        for _ in range(self.times - 1):
-            total = total + self.inner(images)
-        return total if self.times == 1 else total / self.times
 
 
 def rate_together(
@@ -107,11 +90,6 @@ def rate_alone(
         optimizer.step()
     synchronize(world)
     return steps * share / (time.perf_counter() - started)
-
-
-def synchronize(world: World) -> None:
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ddp_slurm.errors import DdpSlurmError
 
@@ -89,6 +89,20 @@ def forgotten_run(command: Sequence[str]) -> str | None:
         "not set: every rank would train by itself, or stop. Give -- python -m ddp_slurm.run "
         f"{words[0]} ..., or --launcher torchrun"
     )
+
+
+def script_command(command: Sequence[str]) -> list[str]:
+    """The command, with this interpreter before a script."""
+    return [sys.executable, *command] if command[0].endswith(".py") else list(command)
+
+
+def become(command: list[str], environ: Mapping[str, str]) -> int:
+    """Exec the command. Returns only where that is not possible: the exit status of a shell."""
+    try:
+        os.execvpe(command[0], command, environ)
+    except OSError as error:
+        print(f"error: {command[0]}: {error.strerror}", file=sys.stderr)
+        return 127 if isinstance(error, FileNotFoundError) else 126
 
 
 def uneven_command(command: Sequence[str]) -> list[str]:

@@ -15,8 +15,10 @@ from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.launchers import (
     ACCELERATORS,
     CommandError,
+    become,
     launcher_error,
     launcher_in,
+    script_command,
     uneven_command,
 )
 from ddp_slurm.rank_env import RankEnv, tasks_per_node
@@ -76,7 +78,7 @@ def rank_command(argv: Sequence[str], *, is_uneven: bool, world_size: int) -> li
         raise CommandError(launcher_error(launcher))
     if is_uneven:
         return uneven_command(argv)
-    return [sys.executable, *argv] if argv[0].endswith(".py") else list(argv)
+    return script_command(argv)
 
 
 def main(argv: list[str]) -> int:
@@ -98,11 +100,7 @@ def main(argv: list[str]) -> int:
     except DdpSlurmError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
-    try:
-        os.execvpe(command[0], command, environ)
-    except OSError as error:
-        print(f"error: {command[0]}: {error.strerror}", file=sys.stderr)
-        return 127 if isinstance(error, FileNotFoundError) else 126
+    return become(command, environ)
 
 
 if __name__ == "__main__":

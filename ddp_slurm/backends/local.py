@@ -48,7 +48,6 @@ def step_processes(plan: Plan, environ: Mapping[str, str]) -> Iterator[Process]:
                 environ={
                     **shared,
                     **_component_environ(plan, rank),
-                    "SLURM_JOB_NUM_NODES": str(len(plan.components[rank.component].nodes)),
                     **_rank_environ(rank, on_node, own_devices),
                 },
             )
@@ -142,8 +141,13 @@ def _free_port() -> int:
 
 def _component_environ(plan: Plan, rank: PlannedRank) -> dict[str, str]:
     """The component's variables, without its network interface, which this machine may not have."""
-    task_env = plan.components[rank.component].task_env
-    return {name: value for name, value in task_env.items() if not name.endswith("_SOCKET_IFNAME")}
+    component = plan.components[rank.component]
+    kept = {
+        name: value
+        for name, value in component.task_env.items()
+        if not name.endswith("_SOCKET_IFNAME")
+    }
+    return {**kept, "SLURM_JOB_NUM_NODES": str(len(component.nodes))}
 
 
 def _rank_environ(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.job_env import DATA, DATA_TOKEN, JobEnv
+from ddp_slurm.launchers import become, script_command
 from ddp_slurm.rank_env import RankEnv
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def _member() -> "Member":
 
 
 def _job(job_env: JobEnv) -> str:
-    """The same on all ranks of a job; tells nobody its token."""
+    """The same on all ranks of a job; its token does not follow from it."""
     if job_env.token is not None:
         return hashlib.sha256(f"data {job_env.token}".encode()).hexdigest()
     return os.environ.get("SLURM_JOB_ID", "")
@@ -76,7 +77,7 @@ def command_of(words: Sequence[str]) -> list[str]:
     first, *rest = words
     if first in ("python", "python3"):
         return [sys.executable, *rest]
-    return [sys.executable, *words] if first.endswith(".py") else list(words)
+    return script_command(words)
 
 
 def main(argv: list[str]) -> int:
@@ -100,12 +101,7 @@ def main(argv: list[str]) -> int:
         return 2
     os.environ[DATA] = str(folder)
     os.environ.pop(DATA_TOKEN, None)  # the training has no need of it
-    words = command_of(command)
-    try:
-        os.execvp(words[0], words)
-    except OSError as error:
-        print(f"error: {words[0]}: {error.strerror}", file=sys.stderr)
-        return 127 if isinstance(error, FileNotFoundError) else 126
+    return become(command_of(command), os.environ)
 
 
 if __name__ == "__main__":

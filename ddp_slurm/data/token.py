@@ -12,6 +12,7 @@ from pathlib import Path
 from ddp_slurm.data.errors import DataSetError
 from ddp_slurm.files import write_whole
 from ddp_slurm.job_env import JobEnv, new_token
+from ddp_slurm.trust import is_ours
 from ddp_slurm.user import name_of
 
 
@@ -55,7 +56,7 @@ def _read(path: Path) -> str:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with open(descriptor, encoding="ascii", errors="replace") as file:
         info = os.fstat(descriptor)
-        if info.st_uid not in (0, os.geteuid()):
+        if not is_ours(info.st_uid):
             raise DataSetError(f"{path}: belongs to another user, {name_of(info.st_uid)}")
         if stat.S_IMODE(info.st_mode) & 0o077:
             raise DataSetError(f"{path}: other users can read the token in it; chmod 600 it")

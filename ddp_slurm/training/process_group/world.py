@@ -22,15 +22,9 @@ from ddp_slurm.training.links.wrap import Links, attach, warn_at_end
 from ddp_slurm.training.measure.shares import shares_by_measuring
 from ddp_slurm.training.memory.micro_batch import find_micro_batch
 from ddp_slurm.training.process_group.ending import let_gloo_rest
-from ddp_slurm.training.process_group.facts import (
-    RankFacts,
-)
-from ddp_slurm.training.process_group.rendezvous import (
-    leave,
-)
-from ddp_slurm.training.process_group.start_group import (
-    Membership,
-)
+from ddp_slurm.training.process_group.facts import RankFacts
+from ddp_slurm.training.process_group.rendezvous import leave
+from ddp_slurm.training.process_group.start_group import Membership
 from ddp_slurm.training.process_group.stop_signal import ignore_stop_signal, is_stop_requested
 from ddp_slurm.training.uneven.calibrate import TrainingStep
 from ddp_slurm.training.uneven.gradients import wrap_model

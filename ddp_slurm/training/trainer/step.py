@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from ddp_slurm.training.graphs.compute import (
     reason_of_device,
     reason_of_model,
 )
-from ddp_slurm.training.memory.passes import Count, Forward, Passes
+from ddp_slurm.training.memory.passes import Count, Forward, Passes, evenly
 from ddp_slurm.training.process_group import World
 from ddp_slurm.training.trainer.config import TrainerConfig
 from ddp_slurm.training.trainer.forward_backward import ForwardBackward
@@ -106,9 +105,7 @@ class OptimizerStep:
         """
         own = len(targets)
         total = self._total_weight(targets, counts)
-        rounds = self._rounds(own, max(counts))
-        bounds = [own * i // rounds for i in range(rounds + 1)]
-        parts = [(inputs[i:j], targets[i:j]) for i, j in pairwise(bounds)]
+        parts = evenly(inputs, targets, self._rounds(own, max(counts)))
         self._steps += 1
         is_whole = sum(counts) == self._global_batch
         checks_loss = self._checks_loss()
