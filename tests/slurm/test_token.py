@@ -18,10 +18,15 @@ from pathlib import Path
 import torch.distributed as dist
 from ddp_slurm.training import init_distributed
 
+def arguments_of(name):
+    try:
+        return Path(name).read_text(errors="replace")
+    except OSError:  # the process has ended meanwhile
+        return ""
+
 token = os.environ["DDP_SLURM_TOKEN"]
 places = {
-    "arguments": "".join(Path(name).read_text(errors="replace")
-                         for name in glob.glob("/proc/[0-9]*/cmdline") if os.path.exists(name)),
+    "arguments": "".join(map(arguments_of, glob.glob("/proc/[0-9]*/cmdline"))),
     "job record": subprocess.run(["scontrol", "show", "job", os.environ["SLURM_JOB_ID"]],
                                  capture_output=True, text=True).stdout,
     "script": subprocess.run(["scontrol", "write", "batch_script", os.environ["SLURM_JOB_ID"], "-"],

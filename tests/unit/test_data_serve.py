@@ -185,6 +185,17 @@ def test_token_file_is_made_for_its_user_only(tmp_path: Path) -> None:
         find_token(tmp_path / "none")
 
 
+def test_token_file_of_another_user_is_refused(
+    tmp_path: Path, second_user: tuple[str, int, int]
+) -> None:
+    path = tmp_path / "token"
+    find_or_make_token(path)
+    name, uid, gid = second_user
+    os.chown(path, uid, gid)
+    with pytest.raises(DataSetError, match=f"belongs to another user, {name}"):
+        find_token(path)
+
+
 @pytest.mark.parametrize("bind", ["", "8400", "host:", "host:0", "host:99999", ":8400", "a:b"])
 def test_serve_refuses_a_bad_address(tmp_path: Path, bind: str) -> None:
     with pytest.raises(DataSetError, match="expected ADDRESS:PORT"):
