@@ -23,6 +23,7 @@ from submitit.helpers import (  # noqa: E402
 )
 
 from ddp_slurm.backends.submitit.executor import HetSlurmExecutor, HetSlurmJob  # noqa: E402
+from ddp_slurm.backends.submitit.job import StateWatcher  # noqa: E402
 from ddp_slurm.lab import Lab  # noqa: E402
 
 from ..waiting import wait_until  # noqa: E402
@@ -45,6 +46,8 @@ def executor_in(
             monkeypatch.delenv(name)
         for name, value in lab.environ.items():
             monkeypatch.setenv(name, value)
+        # the jobs of other labs in this process have the same ids
+        monkeypatch.setattr(HetSlurmJob, "watcher", StateWatcher())
         return _executor(tmp_path)
 
     return make

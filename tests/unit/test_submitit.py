@@ -318,6 +318,19 @@ def test_no_accounting_no_job_in_squeue(
         os.environ["PATH"] = os.environ["PATH"].partition(":")[2]
 
 
+def test_an_id_that_is_given_again_is_a_new_job(
+    job: HetSlurmJob[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ends(monkeypatch, "COMPLETED")
+    assert job.done(force_check=True)
+    monkeypatch.setattr(
+        submitit_job, "active_states", lambda ids: {"48": JobState("48", "RUNNING", "squeue")}
+    )
+    again: HetSlurmJob[Any] = HetSlurmJob(tmp_path / "other", "48")
+    assert not again.done()
+    assert again.state == "RUNNING"
+
+
 def test_a_job_from_another_process(
     job: HetSlurmJob[Any], hostile_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

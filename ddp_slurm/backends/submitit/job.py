@@ -40,6 +40,10 @@ class StateWatcher(core.InfoWatcher):
         self._patience: dict[str, Patience] = {}
 
     def watch(self, job_id: str, run: "Run | None") -> None:
+        """Follow a job, as a new one: Slurm gives an id again, and so does another cluster."""
+        self._finished.discard(job_id)
+        for known in (self._states, self._patience, self._info_dict):
+            known.pop(job_id, None)
         self._runs[job_id] = run
         self.register_job(job_id)
 
