@@ -112,6 +112,8 @@ slurm() {
         block slurm.config scontrol show config
         block slurm.nodes scontrol show node
         block slurm.partitions scontrol show partition
+        slurmctld_answers=yes
+        silent_nodes=$(sinfo -h -N -o '%N %T' 2>/dev/null | sed -n 's/ .*\*$//p')
         ;;
     esac
     for folder in ${SLURM_CONF:+"${SLURM_CONF%/*}"} /etc/slurm /etc/slurm-llnl /run/slurm/conf /usr/local/etc; do
@@ -177,6 +179,17 @@ try_port() { # NAME ADDRESS PORT
     esac
 }
 
+# A connection without a message is an error in the logs of Slurm's daemons, in the words of unequal munge keys. So
+# where Slurm runs its ports are tried only if its own messages did not come through: 6817 if slurmctld does not
+# respond, 6818 if it does and has not heard of the node.
+is_worth_trying() { # NAME PORT
+    case ${slurmctld_answers:-no}:$2 in
+    yes:6817) return 1 ;;
+    yes:6818) printf '%s\n' "$silent_nodes" | grep -qxF "$1" ;;
+    no:6818) ! have scontrol ;;
+    esac
+}
+
 peers() {
     own=$(uname -n)
     for peer in "${own%%.*}=" ${PEERS:-}; do
@@ -192,7 +205,7 @@ peers() {
     if [ "$?" = 124 ]; then fact dns_silent "$(sed -n 's/^nameserver *//p' /etc/resolv.conf | tr '\n' ' ')"; fi
     for peer in ${PEERS:-}; do
         for port in ${PORTS:-}; do
-            try_port "${peer%%=*}" "${peer#*=}" "$port" &
+            if is_worth_trying "${peer%%=*}" "$port"; then try_port "${peer%%=*}" "${peer#*=}" "$port" & fi
         done
     done
     wait

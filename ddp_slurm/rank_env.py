@@ -236,7 +236,8 @@ def _host_of_rank_0(env: Mapping[str, str]) -> str:
     """Hosts of a heterogeneous step come sorted by name; only the lists of each component show
     where rank 0 runs."""
     step_hosts = expand_hostlist(env["SLURM_STEP_NODELIST"])
-    components = _int(env, "SLURM_HET_SIZE") if "SLURM_HET_SIZE" in env else 0
+    size = "SLURM_HET_SIZE" if "SLURM_HET_SIZE" in env else "SLURM_PACK_SIZE"  # before 20.02
+    components = _int_if_set(env, size) or 0
     for group in range(components):
         old_name = f"SLURM_JOB_NODELIST_PACK_GROUP_{group}"
         hosts = env.get(old_name) or _text(env, f"SLURM_JOB_NODELIST_HET_GROUP_{group}")

@@ -69,6 +69,8 @@ def submit(*, backend: str, dry_run: bool, script: Path | None, follow: bool, **
     reading = read_request(request)
     _check_what_starts(reading)
     plan = reading.plan()
+    if plan.shared_cpus_note:
+        console.say(f"note: {plan.shared_cpus_note}")
     _say_if_run_was_forgotten(plan, chosen)
     if script is not None:
         _write_script(plan, script, dry_run=dry_run)

@@ -62,6 +62,8 @@ apt_install() {
 start_daemon() { # UNIT COMMAND...: with systemd, or by the command where there is no systemd
     unit=$1
     shift
+    started=$(date +%s)
+    old_log_bytes=$(stat -c %s "$(log_of "$unit")" 2>/dev/null || echo 0)
     if has_systemd; then systemctl enable --now "$unit"; else "$@" </dev/null 3>&-; fi
 }
 
@@ -96,8 +98,22 @@ wait_for() { # SECONDS COMMAND...: without its output
     done
 }
 
-last_errors_of() { # DAEMON: from its log
-    grep -E 'error|fatal' "/var/log/slurm/$1.log" 2>/dev/null | tail -n 3 | sed 's/^\[[^]]*\] //' | tr '\n' ' ' || true
+log_of() { # UNIT
+    case $1 in
+    munge) echo /var/log/munge/munged.log ;;
+    *) echo "/var/log/slurm/$1.log" ;;
+    esac
+}
+
+errors_in() { grep -iE 'error|fatal|fail' | grep -v '\.service: ' | tail -n 3 | sed 's/^\[[^]]*\] //' | tr '\n' ' '; }
+
+# Of this start, not of earlier ones: from its log, or from the journal, where it is without its configuration.
+last_errors_of() { # UNIT
+    errors=$(tail -c "+$((old_log_bytes + 1))" "$(log_of "$1")" 2>/dev/null | errors_in)
+    if [ -z "$errors" ] && has_systemd; then
+        errors=$(journalctl --unit "$1" --since "@$started" --output cat --no-pager 2>/dev/null | errors_in)
+    fi
+    echo "$errors"
 }
 
 run_step() {

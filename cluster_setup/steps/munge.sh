@@ -31,7 +31,7 @@ apply() {
     chown munge:munge "$draft"
     chmod 0400 "$draft"
     mv -f "$draft" "$key"
-    start_daemon munge runuser -u munge -- munged
+    start_daemon munge runuser -u munge -- munged || say "$(last_errors_of munge)"
 }
 
 verify() { check; }

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ddp_slurm.console import Commands, Parser, add_command
+from ddp_slurm.console import Commands, Parser, add_command, say
 from ddp_slurm.job.options import JobOptions
 from ddp_slurm.plan.request import Request, plan_request
 from ddp_slurm.plan.table import plan_table
@@ -61,7 +61,10 @@ def _add_option(parser: Parser, name: str, key: Key) -> None:
 def show_plan(**typed: Any) -> None:
     """Show who would run where: the table of nodes, ranks and shares. Submits nothing."""
     backend = "sbatch" if shutil.which("sbatch") else "local"
-    print(plan_table(plan_request(request_of(backend, **typed))), end="")
+    plan = plan_request(request_of(backend, **typed))
+    if plan.shared_cpus_note:
+        say(f"note: {plan.shared_cpus_note}")
+    print(plan_table(plan), end="")
 
 
 def request_of(

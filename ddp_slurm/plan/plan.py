@@ -35,6 +35,8 @@ class Component:
     env: tuple[tuple[str, str], ...]
     one_rank_a_node: bool
     """One rank drives all GPUs of its node."""
+    shared_cpus: int | None = None
+    """CPUs of a node that has fewer than ranks, which share them."""
 
     @property
     def gpus_per_node(self) -> int:
@@ -47,6 +49,10 @@ class Component:
     @property
     def tasks(self) -> int:
         return self.tasks_per_node * len(self.nodes)
+
+    @property
+    def cpus_per_node(self) -> int:
+        return self.shared_cpus or self.cpus_per_task * self.tasks_per_node
 
     @property
     def gres(self) -> str:
@@ -138,6 +144,17 @@ class Plan:
     def size(self) -> str:
         """``7 ranks on 3 nodes``, for a person."""
         return f"{counted(self.world_size, 'rank')} on {counted(self.node_count, 'node')}"
+
+    @property
+    def shared_cpus_note(self) -> str:
+        """The nodes whose ranks share CPUs; empty where there are none."""
+        nodes = [
+            f"{component.nodelist} has {counted(component.shared_cpus, 'CPU')} for "
+            f"{component.tasks_per_node} ranks"
+            for component in self.components
+            if component.shared_cpus
+        ]
+        return f"{'; '.join(nodes)}, which share them" if nodes else ""
 
     @property
     def task_counts(self) -> tuple[int, ...]:

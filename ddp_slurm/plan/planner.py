@@ -166,7 +166,10 @@ def _shape(node: Node, count: int, options: JobOptions) -> Component:
     """The component, still without nodes, of a node of which ``count`` GPUs are used."""
     one_rank_a_node = options.ranks == "node"
     cpus_per_task = options.cpus_per_task or _cpus_per_task(node, count, one_rank_a_node)
-    cpus = cpus_per_task * (1 if one_rank_a_node else count)
+    ranks = 1 if one_rank_a_node else count
+    has_too_few = not options.cpus_per_task and node.cpus is not None and node.cpus < ranks
+    shared_cpus = node.cpus if has_too_few else None
+    cpus = shared_cpus or cpus_per_task * ranks
     memory = options.memory or Memory(_memory_mb(node, count))
     return Component(
         nodes=(),
@@ -179,6 +182,7 @@ def _shape(node: Node, count: int, options: JobOptions) -> Component:
         interface=node.interface,
         env=node.env,
         one_rank_a_node=one_rank_a_node,
+        shared_cpus=shared_cpus,
     )
 
 

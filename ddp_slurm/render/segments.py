@@ -31,6 +31,8 @@ class StepSizes:
     tasks: int
     tasks_per_node: int
     cpus_per_task: int
+    shares_cpus: bool = False
+    """More tasks than CPUs."""
 
 
 def job_directives(plan: Plan) -> list[str]:
@@ -65,12 +67,14 @@ def _name_in_script(index: int, name: str) -> str:
 def _segment(plan: Plan, index: int) -> Segment:
     component = plan.components[index]
     sizes = _step_sizes(component, plan.options.launcher)
-    options = (
+    options = [
         f"--nodes={sizes.nodes}",
         f"--ntasks={sizes.tasks}",
         f"--ntasks-per-node={sizes.tasks_per_node}",
         f"--cpus-per-task={sizes.cpus_per_task}",
-    )
+    ]
+    if sizes.shares_cpus:
+        options.append("--overcommit")
     return Segment(
         directives=_directives(plan, index, sizes),
         sizes=" ".join(options),
@@ -80,16 +84,28 @@ def _segment(plan: Plan, index: int) -> Segment:
 
 
 def _step_sizes(component: Component, launcher: str) -> StepSizes:
-    nodes = len(component.nodes)
     if launcher == "torchrun":
-        cpus = component.cpus_per_task * component.tasks_per_node
-        return StepSizes(nodes, nodes, 1, cpus)
-    return StepSizes(nodes, component.tasks, component.tasks_per_node, component.cpus_per_task)
+        return _one_task_a_node(component)
+    nodes = len(component.nodes)
+    return StepSizes(
+        nodes,
+        component.tasks,
+        component.tasks_per_node,
+        component.cpus_per_task,
+        shares_cpus=component.shared_cpus is not None,
+    )
+
+
+def _one_task_a_node(component: Component) -> StepSizes:
+    nodes = len(component.nodes)
+    return StepSizes(nodes, nodes, 1, component.cpus_per_node)
 
 
 def _directives(plan: Plan, index: int, sizes: StepSizes) -> list[str]:
     """Every option in each component: some carry over from the first one, others do not."""
     component, options = plan.components[index], plan.options
+    if sizes.shares_cpus:  # sbatch's own --overcommit would refuse so many tasks a node
+        sizes = _one_task_a_node(component)
     lines = [
         f"nodes={sizes.nodes}",
         f"nodelist={directive(component.nodelist)}",

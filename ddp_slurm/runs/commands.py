@@ -7,7 +7,7 @@ from argparse import ArgumentTypeError
 from pathlib import Path
 
 from ddp_slurm.console import Commands, Parser, add_command, say, show, table
-from ddp_slurm.runs.fetched_log import FetchedLog
+from ddp_slurm.runs.fetched_log import FetchedLog, host_elsewhere
 from ddp_slurm.runs.follow import all_lines, follow, open_log
 from ddp_slurm.runs.job import Job, find_job
 from ddp_slurm.runs.log import RankFilter
@@ -74,15 +74,25 @@ def status_text(job: Job, state: JobState) -> str:
     run = job.run
     if run is not None:
         lines.append(f"submitted {run.submitted} by the {run.backend} backend: {run.what}")
-        lines.append(f"log: {run.log or state.log}")
+        lines.append(f"log: {_log_place(job, state)}")
         lines.append(f"kept in: {run.folder}")
         if run.repeat:
             lines.append(f"repeat it: {run.repeat_line}")
         if state.state == WAITS_FOR_NODE and run.repeat:
             lines.append(f"without the node: ddp-slurm cancel {job.id} && {run.shrink_line}")
     elif state.log:
-        lines.append(f"log: {state.log}")
+        lines.append(f"log: {_log_place(job, state)}")
     return "\n".join(lines)
+
+
+def _log_place(job: Job, state: JobState) -> str:
+    """Its path, behind ``HOST:`` where only that host has it."""
+    path = (job.run.log if job.run else None) or state.log
+    if path is None:
+        return "not known"
+    is_elsewhere = job.is_of_slurm and not state.is_waiting and not Path(path).exists()
+    host = host_elsewhere(state, job.run) if is_elsewhere else None
+    return f"{host}:{path}" if host else path
 
 
 def _status_row(component: ComponentState) -> tuple[str, ...]:

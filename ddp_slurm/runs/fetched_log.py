@@ -1,4 +1,4 @@
-"""A log that grows on the host of rank 0 and that this host does not see: no shared folder."""
+"""What a job left on the host of rank 0 and this host does not see: no shared folder."""
 
 import base64
 import shlex
@@ -7,21 +7,45 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ddp_slurm.ask import ask
+from ddp_slurm.ask import Answer, ask
 from ddp_slurm.hostlist import expand_hostlist
 from ddp_slurm.runs.log import GrowingLog
+from ddp_slurm.runs.run_folder import EXIT_MARKER, Run
 from ddp_slurm.slurm_client.states import JobState
 
 FETCH_SECONDS = 2.0
 SSH_SECONDS = 60.0
 
 
-def host_elsewhere(state: JobState) -> str | None:
-    """The host on which the job script of a Slurm job runs or ran; None for this one."""
-    first = state.components[0].nodes if state.components else ""
-    hosts = list(expand_hostlist(first)) if first else []
+NO_FOLDER = "no-folder"
+"""What the other host prints where it lacks the folder of the log."""
+
+
+def host_elsewhere(state: JobState, run: Run | None) -> str | None:
+    """The host on which the job script of a Slurm job runs or ran; None for this one.
+
+    By the plan, where Slurm no longer knows it.
+    """
+    nodes = state.components[0].nodes if state.components else ""
+    if not nodes and run is not None:
+        nodes = run.plan["ranks"][0]["node"]
+    hosts = list(expand_hostlist(nodes)) if nodes else []
     is_here = not hosts or hosts[0].split(".")[0] == socket.gethostname().split(".")[0]
     return None if is_here else hosts[0]
+
+
+def exit_marker_elsewhere(run: Run, host: str) -> str:
+    """The text of the exit marker on the host of the job script, empty where there is none."""
+    path = shlex.quote(str(run.folder / EXIT_MARKER))
+    return _ask_host(host, f"cat {path}").out
+
+
+def _ask_host(host: str, command: str) -> Answer:
+    # imported here: most logs are files of this host
+    from ddp_slurm.cluster import Node
+    from ddp_slurm.ssh.command import ssh_argv
+
+    return ask(ssh_argv(Node(host), command), timeout_seconds=SSH_SECONDS)
 
 
 class FetchedLog(GrowingLog):
@@ -52,12 +76,17 @@ class FetchedLog(GrowingLog):
             yield chunk
 
     def _fetch(self) -> bytes:
-        # imported here: most logs are files of this host
-        from ddp_slurm.cluster import Node
-        from ddp_slurm.ssh.command import ssh_argv
-
+        path, folder = (shlex.quote(str(path)) for path in (self.path, self.path.parent))
         # base64: a cut character must not change the count of bytes
-        command = f"tail -c +{self._offset + 1} {shlex.quote(str(self.path))} | base64 -w0"
-        answer = ask(ssh_argv(Node(self._host), command), timeout_seconds=SSH_SECONDS)
+        read = f"tail -c +{self._offset + 1} {path} | base64 -w0"
+        command = f"if [ -d {folder} ]; then {read}; else echo {NO_FOLDER}; fi"
+        answer = _ask_host(self._host, command)
         self.problem = answer.err.strip()
+        if answer.out.strip() == NO_FOLDER:
+            self.problem = (
+                f"{self._host} does not have the folder {self.path.parent}, so Slurm could not "
+                "write the log there; without a shared folder every node needs code and data "
+                "under the same path"
+            )
+            return b""
         return base64.b64decode(answer.out) if answer.status == 0 else b""

@@ -63,7 +63,7 @@ def _follow_to_its_end(job: Job, out: TextIO, select: Select) -> JobState:
 def open_log(job: Job, state: JobState) -> GrowingLog:
     """The log here, or on the host of rank 0 where there is no shared folder."""
     path = job.log(state)
-    host = host_elsewhere(state) if job.is_of_slurm else None
+    host = host_elsewhere(state, job.run) if job.is_of_slurm else None
     return FetchedLog(path, host) if host else GrowingLog(path)
 
 

@@ -4,10 +4,19 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from ddp_slurm.runs.fetched_log import exit_marker_elsewhere, host_elsewhere
 from ddp_slurm.runs.process import foreground_state
 from ddp_slurm.runs.run_folder import JobError, Run, find_run_beside, find_runs
-from ddp_slurm.slurm_client.sources import Shown, ask_shortly, conclude, leader_of, settle, show_job
-from ddp_slurm.slurm_client.states import UNKNOWN, JobState
+from ddp_slurm.slurm_client.sources import (
+    Shown,
+    ask_shortly,
+    by_exit_marker,
+    conclude,
+    leader_of,
+    settle,
+    show_job,
+)
+from ddp_slurm.slurm_client.states import ENDED, UNKNOWN, JobState
 
 SLURM_ID = r"[0-9]+(\+[0-9]+)?"
 FOREGROUND_ID = r"[a-z]+-[0-9]{8}T[0-9]{6}-[0-9]+"
@@ -35,8 +44,16 @@ class Job(NamedTuple):
         state = conclude(shown, self.run)
         if self.run is not None:
             state = settle(state, self.run)
+            if state.state == ENDED:
+                state = self._by_marker_elsewhere(self.run, state) or state
             self.run.remember(state)
         return state
+
+    def _by_marker_elsewhere(self, run: Run, state: JobState) -> JobState | None:
+        """Without a shared folder log and exit marker are on the host of the job script."""
+        has_log = run.log is not None and Path(run.log).exists()
+        host = None if has_log else host_elsewhere(state, run)
+        return by_exit_marker(self.id, exit_marker_elsewhere(run, host)) if host else None
 
     def log(self, state: JobState) -> Path:
         """Raises JobError where the log's path is not known."""

@@ -158,7 +158,7 @@ def planned_cluster(plan: Plan) -> Cluster:
         for _ in component.nodes:
             node = next(machines)._replace(
                 gpus=component.gpus,
-                cpus=component.cpus_per_task * component.tasks_per_node,
+                cpus=component.cpus_per_node,
                 memory_mb=component.memory_mb,
                 interface=component.interface,
                 partition=component.partition,

@@ -101,7 +101,12 @@ def _left(job_id: str, traces: Traces) -> JobState | None:
     seen = traces.last_look()
     if seen is not None:
         return seen._replace(source="last look")
-    marker = parse_exit_marker(traces.exit_marker() or "")
+    return by_exit_marker(job_id, traces.exit_marker() or "")
+
+
+def by_exit_marker(job_id: str, text: str) -> JobState | None:
+    """The final state that the text of an exit marker shows, None for any other text."""
+    marker = parse_exit_marker(text)
     if marker is None:
         return None
     return JobState(job_id, marker.state, "exit marker", (marker._replace(job_id=job_id),))

@@ -27,6 +27,7 @@ from ddp_slurm.ask import Answer
 from ddp_slurm.cluster import Cluster, GpuModel, Node
 from ddp_slurm.lab import Lab
 from ddp_slurm.ssh.command import RemoteError
+from tests.slurm.conftest import wait_for_node
 from tests.waiting import wait_until
 
 CLUSTER = """\
@@ -121,7 +122,8 @@ def no_cgroup_plugin(patient: Patient) -> Iterator[None]:
     shutil.copytree(plugins, poorer)
     (poorer / "cgroup_v2.so").unlink()
     mounts = f'mount -t cgroup2 none /sys/fs/cgroup; mount --bind {poorer} {plugins}; exec "$@"'
-    patient.before = [*IN_OWN_MOUNTS, mounts, "sh"]
+    not_running = path_before(patient, patient.stub("no_slurmd", "pidof", "exit 1"))
+    patient.before = [*not_running, *IN_OWN_MOUNTS, mounts, "sh"]
     yield
 
 
@@ -204,6 +206,7 @@ def firewall(patient: Patient) -> Iterator[None]:
         drop = ["tc", "filter", "add", "dev", link, "ingress", "bpf", "da", "bytecode", words]
         if patient.lab.exec("beta", drop, capture_output=True).returncode:
             pytest.skip("this kernel has no packet filter that tc can load (cls_bpf)")
+        wait_for_node(patient.lab, "beta", "DOWN")
         yield
     finally:
         patient.lab.exec("beta", ["tc", "qdisc", "del", "dev", link, "clsact"], check=True)
@@ -251,7 +254,14 @@ ERRORS: list[tuple[Plant, str, str]] = [
 
 
 def test_doctor_finds_nothing_in_a_healthy_lab(patient: Patient) -> None:
+    def errors() -> list[str]:
+        logs = (path.read_text() for path in (patient.lab.folder / "log").glob("slurm*.log"))
+        return [line for text in logs for line in text.splitlines() if "Zero Bytes" in line]
+
+    before = errors()
     assert patient.findings() == []
+    time.sleep(1)  # the daemons take a connection in a moment
+    assert errors() == before
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ nodes:
     features: [cc70, vram32gb]
   - {name: alpha, gpus: {type: a100, count: 4}, cpus: 32, memory: 240G, partition: big}
 """
+NODES = ("gamma", "beta", "alpha")
+MORE_GPUS_THAN_CPUS = "  - {name: delta, gpus: {type: p106, count: 3}, cpus: 2, memory: 8G}\n"
 EXAMPLE = Path(__file__).parents[2] / "cifar10_example"
 pytestmark = pytest.mark.timeout(900)  # a release's root may have to be made first
 
@@ -40,8 +42,8 @@ pytestmark = pytest.mark.timeout(900)  # a release's root may have to be made fi
 def release_lab(
     release: tuple[str, Path | None], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Lab]:
-    """gamma 1, beta 2 and alpha 4 GPUs under each release of Slurm."""
-    cluster = load_cluster(CLUSTER, tmp_path_factory.mktemp("release"))
+    """gamma 1, beta 2, alpha 4 and delta 3 GPUs under each release of Slurm."""
+    cluster = load_cluster(CLUSTER + MORE_GPUS_THAN_CPUS, tmp_path_factory.mktemp("release"))
     name = f"test-{os.getpid()}-{release[0].replace('.', '')}"
     with Lab.up(cluster, name, slurm_root=release[1]) as lab:
         assert daemons.slurm_version(lab).startswith(release[0])
@@ -61,9 +63,12 @@ def python(release_lab: Lab, tmp_path: Path) -> str:
     return str(wrapper)
 
 
-def script(tmp_path: Path, python: str, *command: str) -> str:
-    options = JobOptions(command=command, python=python, time="5", env={"OMP_NUM_THREADS": "1"})
-    return render_sbatch(make_plan(load_cluster(CLUSTER, tmp_path), options))
+def script(tmp_path: Path, python: str, *command: str, nodes: tuple[str, ...] = NODES) -> str:
+    options = JobOptions(
+        command=command, python=python, time="5", env={"OMP_NUM_THREADS": "1"}, nodes=nodes
+    )
+    cluster = load_cluster(CLUSTER + MORE_GPUS_THAN_CPUS, tmp_path)
+    return render_sbatch(make_plan(cluster, options))
 
 
 def test_the_daemons_do_not_complain_about_the_files(
@@ -99,6 +104,21 @@ def test_a_het_job_is_one_world(
         "gamma 0 0 7 1 0 gamma 0",
         *(f"beta {1 + n} {n} 7 2 1 gamma 0,1" for n in range(2)),
         *(f"alpha {3 + n} {n} 7 4 2 gamma 0,1,2,3" for n in range(4)),
+    ]
+
+
+def test_ranks_share_the_cpus_of_a_node_with_fewer(
+    release_lab: Lab, tmp_path: Path, python: str, run_job: Callable[..., Any]
+) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    command = ["python", "-m", "ddp_slurm.run", str(tmp_path / "rank.py")]
+    text = script(tmp_path, python, *command, nodes=("delta", "gamma"))
+    job = run_job(release_lab, text, "--time=8")
+    assert job.state == "COMPLETED", job.output
+    seen = re.findall(r"seen: (.*)", job.output)
+    assert sorted(seen, key=lambda line: int(line.split()[1])) == [
+        *(f"delta {n} {n} 4 3 0 delta 0,1,2" for n in range(3)),
+        "gamma 3 0 4 1 1 delta 0",
     ]
 
 

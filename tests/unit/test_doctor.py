@@ -47,11 +47,20 @@ def test_versions_ignore_pythons_patch_level() -> None:
             "cgroup_plugin": ["/usr/lib/slurm/cgroup_v1.so"],
             "cgroup_controllers": ["cpuset memory devices freezer"],
         },
+        {  # 22.04's stock Slurm with proctrack/linuxproc
+            "cgroup_plugin": ["/usr/lib/slurm/cgroup_v1.so"],
+            "slurm.config": replaced("proctrack/cgroup", "proctrack/linuxproc"),
+        },
         {"offset": ["400"]},  # the machine that asks has the wrong clock, not all of the others
         {"slurm.config": replaced("(null)", "config_overrides")}
         | nodes_text("RealMemory=30000", "RealMemory=99000"),
     ],
-    ids=["cgroup v1 without the v2 plugin", "the asking clock", "config_overrides"],
+    ids=[
+        "cgroup v1 without the v2 plugin",
+        "no cgroups on v2",
+        "the asking clock",
+        "config_overrides",
+    ],
 )
 def test_doctor_ignores_harmless_differences(changes: dict[str, object]) -> None:
     assert [

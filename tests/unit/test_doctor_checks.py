@@ -135,7 +135,7 @@ CASES = [
         E,
         "beta",
         "cgroup_v2.so",
-        beta={"cgroup_plugin": ["/usr/lib/slurm/cgroup_v1.so"]},
+        beta={"cgroup_plugin": ["/usr/lib/slurm/cgroup_v1.so"], "slurmd_runs": ["no"]},
     ),
     case(
         "hardware",

@@ -30,6 +30,9 @@ def test_fetched_log_grows_without_a_byte_lost_or_twice(far: Path) -> None:
     log = FetchedLog(Path("/far/it's a log"), "gamma")
     assert read(log) == ""
     assert "No such file" in log.problem
+    missing = FetchedLog(Path("/far/away/log"), "gamma")
+    assert read(missing) == ""
+    assert "gamma does not have the folder /far/away, so Slurm" in missing.problem
     far.write_bytes("0: läuft\n0: hal".encode()[:-1])
     assert read(log) == "0: läuft\n"
     assert log.problem == ""
@@ -53,7 +56,7 @@ def test_fetched_log_prefers_the_file_here(far: Path, tmp_path: Path) -> None:
 )
 def test_host_of_the_job_script(nodes: str, host: str | None) -> None:
     state = JobState("4", "RUNNING", "scontrol", (ComponentState("4", "RUNNING", nodes),))
-    assert host_elsewhere(state) == host
+    assert host_elsewhere(state, None) == host
 
 
 def test_fetched_log_reports_a_host_that_lets_nobody_in(stub: Stub, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ The steps themselves run in tests/slurm.
 
 import base64
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -166,7 +167,7 @@ def test_install_stops_after_a_failed_step() -> None:
 def test_install_refuses_different_releases_first() -> None:
     nodes = Nodes({"gamma": "21.08.5", "alpha": "23.11.4", "login": "23.11.4"})
     with pytest.raises(
-        InstallError, match=r"different Slurm releases: gamma 21\.08\.5, alpha 23\.11\.4"
+        InstallError, match=r"different Slurm releases: gamma 21\.08\.5, alpha 23\.11\.4.*ways"
     ):
         install(CLUSTER, runner=nodes)
     assert nodes.ran == []
@@ -174,10 +175,23 @@ def test_install_refuses_different_releases_first() -> None:
         install(CLUSTER, runner=Nodes({"gamma": "22.05.8", "alpha": "22.05.2", "login": ""}))
 
 
+def test_install_names_every_node_that_is_too_old() -> None:
+    nodes = Nodes({"gamma": "19.05.5", "alpha": "23.11.4", "login": "17.11.2"})
+    with pytest.raises(InstallError) as error:
+        install(CLUSTER, runner=nodes)
+    text = str(error.value)
+    assert "19.05.5 is too old" in text
+    assert "17.11.2 is too old" in text
+    assert ": gamma 19.05.5, alpha 23.11.4, login 17.11.2. Three ways" in text
+    assert nodes.ran == []
+
+
 def test_install_refuses_slurm_without_cgroup_v2_first() -> None:
     versions = dict.fromkeys(("gamma", "alpha", "login"), "21.08.5")
     nodes = Nodes(versions, cgroup="cgroup2fs")
-    with pytest.raises(InstallError, match=r"21\.08 does not start on gamma, alpha, login: .* v2"):
+    with pytest.raises(
+        InstallError, match=r"21\.08 does not start on gamma, alpha, login: .* v2.*ways"
+    ):
         install(CLUSTER, runner=nodes)
     assert nodes.ran == []
     install(CLUSTER, runner=Nodes(versions, cgroup="tmpfs"))
@@ -300,6 +314,26 @@ def test_gpu_check_ends_before_slurmd_kills_it(tmp_path: Path) -> None:
     _, grace, limit, *_ = (tmp_path / "limits").read_text().split()
     assert int(grace) + int(limit) <= 40  # slurm.conf(5): killed after 60 s
     assert "State=DRAIN Reason=gpu_check: 0 of 2 GPUs respond" in (tmp_path / "calls").read_text()
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [("fatal: no gres.conf\n", "say fatal: no gres.conf"), ("started\n", "say error: no answer")],
+    ids=["its log", "the journal"],
+)
+def test_last_errors_are_those_of_this_start(tmp_path: Path, log: str, words: str) -> None:
+    file = tmp_path / "slurmd.log"
+    file.write_text("[2026-01-01T00:00:00] error: of an earlier start\n")
+    body = f"""log_of() {{ echo {file}; }}
+    has_systemd() {{ true; }}
+    systemctl() {{ printf '%s' {shlex.quote(log)} >>{file}; }}
+    journalctl() {{
+        echo "$*" | grep -q -- "--unit slurmd --since @[0-9]" && echo 'error: no answer'
+        echo 'slurmd.service: Failed with result exit-code.'
+    }}
+    check() {{ false; }}; apply() {{ start_daemon slurmd; }}
+    verify() {{ say "$(last_errors_of slurmd)"; false; }}"""
+    assert run_shell(body, tmp_path).stdout.strip() == words
 
 
 def test_first_job_has_a_task_for_each_gpu() -> None:

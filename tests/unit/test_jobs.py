@@ -96,6 +96,21 @@ def test_run_folder_knows_without_slurm(run: Run, tmp_path: Path) -> None:
     assert cli("logs", "48", "--rank", "4", path=tmp_path).stdout == "4: b\n4: c\n"
 
 
+def test_status_without_a_shared_folder(run: Run, tmp_path: Path, stub: Stub) -> None:
+    """Slurm has forgotten the job, and log and exit marker are on gamma, the host of rank 0."""
+    (tmp_path / "lab-48.out").unlink()
+    stub("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    stub("sacct", "exit 1")
+    marker = f"{run.folder}/exit"
+    stub("ssh", f'[[ "${{*: -2}}" == "gamma cat {marker}" ]] && echo status=3 && echo restarts=1')
+    job, state = find_job("48", tmp_path)
+    text = status_text(job, state)
+    assert "job 48 is FAILED (exit status 3) (source: exit marker)" in text
+    assert f"log: gamma:{tmp_path}/lab-48.out" in text
+    stub("ssh", "exit 255")
+    assert find_job("48", tmp_path)[1].state == "ENDED"
+
+
 def test_logs(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     jobs.logs("48")
     assert capsys.readouterr().out == "0: a\n4: b\nsrun: error: x\n4: c\n"

@@ -170,8 +170,18 @@ def test_cpus_per_task_is_at_least_one(tmp_path: Path) -> None:
         "nodes:\n  - {name: a, gpus: 4, cpus: 30}\n  - {name: b, gpus: 4, cpus: 2}\n"
         "  - {name: c, gpus: 4}\n"
     )
-    assert [c.cpus_per_task for c in plan_of(path).components] == [7, 1]
+    assert [c.cpus_per_task for c in plan_of(path).components] == [7, 1, 1]
     assert [c.cpus_per_task for c in plan_of(path, cpus_per_task=3).components] == [3]
+
+
+def test_ranks_share_cpus_where_a_node_has_fewer(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("nodes:\n  - {name: a, gpus: 4, cpus: 8}\n  - {name: b, gpus: 4, cpus: 2}\n")
+    plan = plan_of(path)
+    assert [c.cpus_per_node for c in plan.components] == [8, 2]
+    assert plan.shared_cpus_note == "b has 2 CPUs for 4 ranks, which share them"
+    for options in ({"gpus": 6}, {"ranks": "node"}, {"cpus_per_task": 1}):
+        assert plan_of(path, **options).shared_cpus_note == ""
 
 
 def test_partition_option_wins_over_the_nodes(tmp_path: Path) -> None:

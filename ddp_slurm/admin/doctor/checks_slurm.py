@@ -152,12 +152,16 @@ def _installed_version(facts: Facts) -> str | None:
 
 
 def cgroup(snapshot: Snapshot) -> Findings:
-    """A machine with cgroup v2 needs Slurm's plugin for it, or slurmd does not start."""
+    """A machine with cgroup v2 needs Slurm's plugin for it, or slurmd does not start.
+
+    But where its configuration uses no control groups: proctrack/linuxproc without task/cgroup.
+    """
     for name, facts in snapshot.facts.items():
         is_v2 = facts.first("cgroup") == "cgroup2fs"
         plugins = facts.values.get("cgroup_plugin", ())
         has_plugin = any(path.endswith("cgroup_v2.so") for path in plugins)
-        if facts.block("slurmd.version") and is_v2 and not has_plugin:
+        runs = facts.first("slurmd_runs") == "yes"
+        if facts.block("slurmd.version") and is_v2 and not has_plugin and not runs:
             yield error(
                 name,
                 "the machine has cgroup v2, this Slurm has no plugin for it (cgroup_v2.so)",

@@ -4,11 +4,21 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 
 from ddp_slurm.admin.install.steps import InstallError, last_lines, run_shell
-from ddp_slurm.admin.slurm_releases import DEFAULT_RELEASE, FIRST_WITH_CGROUP_V2, slurm_release
+from ddp_slurm.admin.slurm_releases import (
+    DEFAULT_RELEASE,
+    FIRST_WITH_CGROUP_V2,
+    SlurmReleaseError,
+    slurm_release,
+)
 from ddp_slurm.ask import Answer
 from ddp_slurm.cluster import Cluster, Node
 from ddp_slurm.ssh.command import RemoteError
 from ddp_slurm.ssh.run import Runner, on_all
+
+WAYS_OUT = (
+    "Three ways: the same newer system on all nodes; packages of your own of one release on all "
+    "(the guide, step 3); no Slurm on them: ddp-slurm submit --backend torchrun"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +96,29 @@ def common_release(before: Before, *, dry_run: bool) -> str:
             f"no Slurm package can be found on {', '.join(unknown)}; enable the distribution's "
             "universe, or install packages of your own first (see the guide)"
         )
-    releases = {slurm_release(version) for version in versions.values() if version}
-    if len(releases) > 1:
+    problems, releases = _supported_releases(versions)
+    if problems or len(releases) > 1:
+        if len(releases) > 1:
+            problems.append("the nodes would get different Slurm releases")
         listed = ", ".join(f"{name} {version or '?'}" for name, version in versions.items())
-        raise InstallError(
-            f"the nodes would get different Slurm releases: {listed}; install one release on all "
-            "of them first (see the guide)"
-        )
+        raise InstallError(f"{'; '.join(problems)}: {listed}. {WAYS_OUT}")
     release = releases.pop() if releases else DEFAULT_RELEASE
     cgroup_v2 = [name for name, node in before.nodes.items() if node.cgroup == "cgroup2fs"]
     if release < FIRST_WITH_CGROUP_V2 and cgroup_v2:
         raise InstallError(
             f"slurmd {release} does not start on {', '.join(cgroup_v2)}: these systems use cgroup "
-            f"v2, for which Slurm has a plugin from {FIRST_WITH_CGROUP_V2} on. Install a later "
-            "release on all nodes first, or the same newer system (see the guide, step 3)"
+            f"v2, for which Slurm has a plugin from {FIRST_WITH_CGROUP_V2} on. {WAYS_OUT}"
         )
     return release
+
+
+def _supported_releases(versions: Mapping[str, str]) -> tuple[list[str], set[str]]:
+    """What is wrong with versions, each cause once, and the releases of all, also of those."""
+    problems, releases = [], set()
+    for version in filter(None, versions.values()):
+        try:
+            releases.add(slurm_release(version))
+        except SlurmReleaseError as error:
+            problems.append(str(error))
+            releases.add(version)
+    return list(dict.fromkeys(problems)), releases
