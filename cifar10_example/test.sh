@@ -44,7 +44,7 @@ _ddp_max_restarts=3
 _ddp_sends_signal=yes # the ranks save and stop on SIGUSR2
 _ddp_started=$(date +%Y-%m-%dT%H:%M:%S)
 _ddp_runs_folder=
-_ddp_marker= # path of the file that rank 0 creates after it stopped early with a good snapshot
+_ddp_marker= # path of the file that rank 0 creates after it stopped early and well
 _ddp_restarts=${SLURM_RESTART_COUNT:-0}
 
 # --- How the script ends ---------------------------------------------------------------------
@@ -358,14 +358,16 @@ _ddp_srun_reported_a_task() {
 # --- After the ranks have ended --------------------------------------------------------------
 
 _ddp_end() {
-  local fate
+  local fate early
   [[ $_ddp_ending == no ]] || exit 143
   if [[ -n $_ddp_marker && -e $_ddp_marker ]]; then
+    early=$(<"$_ddp_marker") # empty, or what the ranks were doing
+    early="stopped early ${early:-with a snapshot}"
     if [[ $_ddp_max_restarts -eq 0 ]]; then
-      _ddp_say "stopped early with a snapshot; submit again to go on"
+      _ddp_say "$early; submit again to go on"
       exit 75
     fi
-    _ddp_requeue_and_exit "stopped early with a snapshot" 75
+    _ddp_requeue_and_exit "$early" 75
   fi
   [[ $_ddp_status -ne 0 && $_ddp_max_restarts -gt 0 ]] || exit "$_ddp_status"
   fate=$(_ddp_fate)
@@ -455,7 +457,7 @@ export DDP_SLURM_TASKS_PER_NODE=1,2,4
 export DDP_SLURM_GLOBAL_BATCH_SIZE=512
 export DDP_SLURM_SHARES='74,73(x6)'
 export DDP_SLURM_BALANCE=equal
-# Rank 0 runs on this host; it creates the file after it stopped early with a good snapshot.
+# Rank 0 runs on this host; it creates the file after it stopped early and well.
 _ddp_marker=$(mktemp -d)/requeue
 export DDP_SLURM_REQUEUE_MARKER=$_ddp_marker
 

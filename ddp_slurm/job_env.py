@@ -98,7 +98,8 @@ class JobEnv:
     ``gamma/titan,beta/v100``; the type is empty where it names none."""
     requeue_marker: str | None = None
     """DDP_SLURM_REQUEUE_MARKER: path of the file that rank 0 creates after it stopped before the
-    time limit with a good snapshot: the job script then requeues the job."""
+    time limit with a good snapshot, or while its data set was fetched: the job script then requeues
+    the job. The file's text, if any, says the latter."""
     token: str | None = field(default=None, repr=False)
     """DDP_SLURM_TOKEN: 32 or more random hexadecimal digits, by which the ranks of a job recognise
     each other when they meet. Made at the job's start, and kept in the environment alone."""

@@ -38,7 +38,7 @@ set -euo pipefail
 # the functions, starts the ranks.
 _ddp_component_count=3
 _ddp_runs_folder=
-_ddp_marker= # path of the file that rank 0 creates after it stopped early with a good snapshot
+_ddp_marker= # path of the file that rank 0 creates after it stopped early and well
 _ddp_restarts=${SLURM_RESTART_COUNT:-0}
 
 # --- How the script ends ---------------------------------------------------------------------

@@ -7,11 +7,13 @@ the others wait for it; then each becomes CMD, with DDP_SLURM_DATA in its enviro
 import asyncio
 import hashlib
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from ddp_slurm.errors import DdpSlurmError
@@ -72,6 +74,19 @@ def _place() -> str:
         return _host()
 
 
+def _stop(signum: int, frame: FrameType | None) -> None:
+    """SIGUSR2, sent ahead of the time limit: a job that may be requeued goes on from the pieces
+    that have arrived. Raises SystemExit, which lets asyncio and the lock clean up."""
+    signal.signal(signum, signal.SIG_IGN)  # torchrun's agent and Slurm may both send it
+    print(f"{_place()}: stopped during the fetch; what has arrived is kept", file=sys.stderr)
+    marker = JobEnv.from_environ().requeue_marker
+    if not marker:
+        sys.exit(128 + signum)
+    if RankEnv.from_environ().rank == 0:
+        Path(marker).write_text("during the fetch of its data set")
+    sys.exit(0)
+
+
 def command_of(words: Sequence[str]) -> list[str]:
     """CMD, with this interpreter for a bare python and before a script."""
     first, *rest = words
@@ -91,6 +106,7 @@ def main(argv: list[str]) -> int:
         print(USAGE, file=sys.stderr)
         return 2
     url = options[0]
+    signal.signal(signal.SIGUSR2, _stop)
     try:
         folder = fetch(url, options[2] if options[1:] else None)
     except DdpSlurmError as error:
@@ -99,6 +115,7 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         print(f"error: {_place()}: data set {url}: {error}", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     os.environ[DATA] = str(folder)
     os.environ.pop(DATA_TOKEN, None)  # the training has no need of it
     return become(command_of(command), os.environ)

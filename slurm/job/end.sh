@@ -2,14 +2,16 @@
 # --- After the ranks have ended --------------------------------------------------------------
 
 _ddp_end() {
-  local fate
+  local fate early
   [[ $_ddp_ending == no ]] || exit 143
   if [[ -n $_ddp_marker && -e $_ddp_marker ]]; then
+    early=$(<"$_ddp_marker") # empty, or what the ranks were doing
+    early="stopped early ${early:-with a snapshot}"
     if [[ $_ddp_max_restarts -eq 0 ]]; then
-      _ddp_say "stopped early with a snapshot; submit again to go on"
+      _ddp_say "$early; submit again to go on"
       exit 75
     fi
-    _ddp_requeue_and_exit "stopped early with a snapshot" 75
+    _ddp_requeue_and_exit "$early" 75
   fi
   [[ $_ddp_status -ne 0 && $_ddp_max_restarts -gt 0 ]] || exit "$_ddp_status"
   fate=$(_ddp_fate)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from ddp_slurm.data.tracker import Report
 from ddp_slurm.data.web import application
 from ddp_slurm.job.checks import combination_errors
 from ddp_slurm.job.options import JobOptions
+from ddp_slurm.job_env import REQUEUE_MARKER
 from ddp_slurm.schema.schema import Invalid
 from ddp_slurm.trust import TrustError
 from tests.data_sets import TOKEN, WRONG_TOKEN, DataServer, contents, make_data_set
@@ -42,7 +44,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataServer]:
 
 
 def start_rank(
-    server: DataServer, cache: Path, rank: int, nodes: int, token: str = TOKEN
+    server: DataServer, cache: Path, rank: int, nodes: int, token: str = TOKEN, **variables: str
 ) -> "subprocess.Popen[str]":
     """A rank of a job with two ranks a node, whose command prints its data set's folder."""
     place = {"RANK": rank, "LOCAL_RANK": rank % 2, "WORLD_SIZE": 2 * nodes, "LOCAL_WORLD_SIZE": 2}
@@ -54,6 +56,7 @@ def start_rank(
         "DDP_SLURM_TOKEN": "ab" * 16,
         "DDP_SLURM_TASKS_PER_NODE": f"2(x{nodes})",
         "DDP_SLURM_DATA_TOKEN": token,
+        **variables,
     }
     words = [server.url, "--cache", str(cache), "--", "sh", "-c", 'echo "in $DDP_SLURM_DATA"']
     return subprocess.Popen(
@@ -115,6 +118,34 @@ def test_server_killed_midway_and_started_again(tmp_path: Path) -> None:
         (output,) = outputs_of([rank])
     folder = Path(re.findall("in (.+)", output)[0])
     assert contents(folder) == contents(tmp_path / "set")
+
+
+@pytest.mark.parametrize("may_be_requeued", [True, False])
+def test_stop_signal_during_a_fetch(tmp_path: Path, may_be_requeued: bool) -> None:
+    make_data_set(tmp_path / "set")
+    with DataServer(tmp_path / "set") as server:
+        server.process.send_signal(signal.SIGSTOP)  # the fetch lasts
+        marker = tmp_path / "requeue"
+        variables = {REQUEUE_MARKER: str(marker)} if may_be_requeued else {}
+        # The second one waits for the lock of the first.
+        ranks = [start_rank(server, tmp_path / "cache", rank, 1, **variables) for rank in (0, 1)]
+        wait_until(lambda: all(map(catches_usr2, ranks)), "the ranks", seconds=60)
+        for rank in ranks:
+            rank.send_signal(signal.SIGUSR2)
+        errors = [rank.communicate(timeout=30)[1] for rank in ranks]
+        server.process.send_signal(signal.SIGCONT)
+    assert [rank.returncode for rank in ranks] == ([0, 0] if may_be_requeued else [140, 140])
+    if may_be_requeued:
+        assert marker.read_text() == "during the fetch of its data set"
+    for error in errors:
+        assert "stopped during the fetch; what has arrived is kept" in error
+        assert "Traceback" not in error
+
+
+def catches_usr2(process: "subprocess.Popen[str]") -> bool:
+    caught = re.search(r"^SigCgt:\s(\w+)", Path(f"/proc/{process.pid}/status").read_text(), re.M)
+    assert caught is not None
+    return bool(int(caught[1], 16) & 1 << signal.SIGUSR2 - 1)
 
 
 def test_an_interrupted_fetch_goes_on(served: DataServer, tmp_path: Path) -> None:
