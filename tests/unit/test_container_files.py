@@ -74,7 +74,7 @@ def test_dockerfile_copies_files_that_exist() -> None:
     ]
     kept = [
         line[1:]
-        for line in (FOLDER / "Dockerfile.dockerignore").read_text().splitlines()
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
         if line.startswith("!")
     ]
     assert {"ddp_slurm", "slurm", "cluster_setup", "setup.cfg", "pyproject.toml"} <= set(kept)

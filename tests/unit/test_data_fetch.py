@@ -28,6 +28,7 @@ from ddp_slurm.job_env import REQUEUE_MARKER
 from ddp_slurm.schema.schema import Invalid
 from ddp_slurm.trust import TrustError
 from tests.data_sets import TOKEN, WRONG_TOKEN, DataServer, contents, make_data_set
+from tests.processes import catches
 from tests.waiting import wait_until
 
 from .conftest import Command
@@ -129,7 +130,9 @@ def test_stop_signal_during_a_fetch(tmp_path: Path, may_be_requeued: bool) -> No
         variables = {REQUEUE_MARKER: str(marker)} if may_be_requeued else {}
         # The second one waits for the lock of the first.
         ranks = [start_rank(server, tmp_path / "cache", rank, 1, **variables) for rank in (0, 1)]
-        wait_until(lambda: all(map(catches_usr2, ranks)), "the ranks", seconds=60)
+        wait_until(
+            lambda: all(catches(signal.SIGUSR2, rank.pid) for rank in ranks), "both", seconds=60
+        )
         for rank in ranks:
             rank.send_signal(signal.SIGUSR2)
         errors = [rank.communicate(timeout=30)[1] for rank in ranks]
@@ -140,12 +143,6 @@ def test_stop_signal_during_a_fetch(tmp_path: Path, may_be_requeued: bool) -> No
     for error in errors:
         assert "stopped during the fetch; what has arrived is kept" in error
         assert "Traceback" not in error
-
-
-def catches_usr2(process: "subprocess.Popen[str]") -> bool:
-    caught = re.search(r"^SigCgt:\s(\w+)", Path(f"/proc/{process.pid}/status").read_text(), re.M)
-    assert caught is not None
-    return bool(int(caught[1], 16) & 1 << signal.SIGUSR2 - 1)
 
 
 def test_an_interrupted_fetch_goes_on(served: DataServer, tmp_path: Path) -> None:
