@@ -25,8 +25,8 @@ def substitute(text: str, values: dict[str, str]) -> str:
     return re.sub(r"\$\{(\w+)(?:(:[-?+])([^}]*))?\}", value, text)
 
 
-def service() -> dict[str, object]:
-    return yaml.safe_load((FOLDER / "compose.yml").read_text())["services"]["train"]
+def service(name: str = "train") -> dict[str, object]:
+    return yaml.safe_load((FOLDER / "compose.yml").read_text())["services"][name]
 
 
 BOX = {"GPUS": "2", "NODE_RANK": "1", "MASTER_ADDR": "192.0.2.1"}
@@ -34,7 +34,9 @@ BOX = {"GPUS": "2", "NODE_RANK": "1", "MASTER_ADDR": "192.0.2.1"}
 
 def test_compose_command_is_a_torchrun_line() -> None:
     assert shlex.split(substitute(str(service()["command"]), {**BOX, "COMMAND": "t.py 'a b'"})) == [
-        "torchrun",
+        "python",
+        "-m",
+        "ddp_slurm.torchrun_agent",
         "--nnodes=2",
         "--nproc-per-node=2",
         "--node-rank=1",
@@ -45,6 +47,13 @@ def test_compose_command_is_a_torchrun_line() -> None:
         "t.py",
         "a b",
     ]
+
+
+def test_compose_service_without_gpus_is_the_same_but_for_them() -> None:
+    train, cpu = service(), service("cpu")
+    assert cpu.pop("profiles") == ["cpu"]  # `up` alone does not start it
+    assert {name: train.pop(name) for name in ("ulimits", "deploy")}
+    assert train == cpu
 
 
 @pytest.mark.parametrize("name", sorted(BOX))
