@@ -36,8 +36,6 @@ def render_sbatch(plan: Plan, runs_folder: Path | None = None) -> str:
     else:
         template, launcher_values = "job_srun.sbatch.j2", _srun_values(plan)
     segments: list[Segment] = segments_of(plan)
-    # torchrun starts a step for each attempt, which on Slurm 20.11 would wait for the watching one.
-    watches = options.launcher == "srun" and options.max_restarts > 0 and len(segments) > 1
     return render_template(
         template,
         plan=plan,
@@ -54,7 +52,7 @@ def render_sbatch(plan: Plan, runs_folder: Path | None = None) -> str:
         components_env=components_env(plan),
         exports={**plan.job_env().to_environ(), **options.env},
         max_restarts=options.max_restarts,
-        watches_first_component=watches,
+        watches_first_component=options.max_restarts > 0 and len(segments) > 1,
         signal_seconds=options.signal_seconds,
         requeue_marker=job_env.REQUEUE_MARKER,
         token_name=job_env.TOKEN,

@@ -9,10 +9,13 @@ _ddp_watch_first_component() {
   unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_NNODES SLURM_NODELIST SLURM_JOB_NODELIST
   unset SLURM_JOB_NUM_NODES SLURM_JOB_CPUS_PER_NODE SLURM_MEM_PER_NODE
   export -f _ddp_components _ddp_requeue_with_first_component
-  # Slurm 20.11 starts this step beside the ranks' one, but not theirs beside this one.
-  until squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i | grep -q '[.][0-9]'; do
-    sleep 5
-  done
+  # Slurm 20.11 starts this step beside the ranks' one, but no later step beside this one.
+  if [[ $(srun --version) == "slurm 20."* ]]; then
+    [[ $1 == srun ]] || return 0 # torchrun has a step for each attempt
+    until squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i | grep -q '[.][0-9]'; do
+      sleep 5
+    done
+  fi
   exec srun --het-group=1 --overlap --nodes=1 --ntasks=1 --cpus-per-task=1 --gres=none --mem=0 \
     --mpi=none bash -c _ddp_requeue_with_first_component
 }

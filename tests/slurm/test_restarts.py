@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -91,10 +92,10 @@ def ended(components: list[Component]) -> bool:
 def submit(tmp_path: Path, clean_environ: dict[str, str]) -> Callable[..., Job]:
     """``submit(lab, first_run, **options)``: a job that is up; its ranks run the script first_run.
 
-    After a restart they end at once.
+    After a restart they end at once. ``signs``: how many files ``up.*`` show that the job is up.
     """
 
-    def run(lab: Lab, first_run: str, **options: object) -> Job:
+    def run(lab: Lab, first_run: str, *, signs: int = 7, **options: object) -> Job:
         for name, text in (("rank.sh", RANK), ("first_run.sh", first_run)):
             (tmp_path / name).write_text(text)
         (tmp_path / "cluster.yaml").write_text(LIVE_CLUSTER)
@@ -111,7 +112,7 @@ def submit(tmp_path: Path, clean_environ: dict[str, str]) -> Callable[..., Job]:
             text=True,
             check=True,
         )
-        while len(list(tmp_path.glob("up.*."))) < 7:
+        while len(list(tmp_path.glob("up.*."))) < signs:
             time.sleep(POLL_SECONDS)
         return Job(lab, submitted.stdout.strip(), tmp_path)
 
@@ -196,6 +197,26 @@ def test_job_waits_for_a_lost_node_and_runs_again(
     assert not (job.folder / "runs" / job.id / "exit").exists()
     fragile_lab.revive(NODES[place])
     job.wait_until_it_has_run_again()
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_first_node_lost_before_the_ranks_start_frees_all(
+    fragile_lab: Lab, submit: Submit, launcher: str
+) -> None:
+    """The watching step begins before the commands of --setup, whatever starts the ranks."""
+    if slurm_release(fragile_lab) < (21, 8):
+        pytest.skip("Slurm 20.11 starts no step beside the watching one")
+    setup = "[[ -n ${SLURM_RESTART_COUNT:-} ]] || { touch up.setup.; sleep 600; }"
+    options = {"launcher": launcher, "setup": [setup], "python": sys.executable, "max_restarts": 2}
+    job = submit(fragile_lab, "", signs=1, **options)
+    wait_until_watched(fragile_lab, "beta")
+    fragile_lab.kill("gamma")
+    waiting = job.wait_until(lambda found: all(item.state == "PENDING" for item in found))
+    assert [component.restarts for component in waiting] == [1, 1, 1]
+    fragile_lab.revive("gamma")
+    components = job.wait_until(lambda found: ended(found) and found[0].restarts > 0)
+    assert [component.state for component in components] == FINISHED, job.log
+    assert " restart 1\n" in job.log
 
 
 def test_lost_node_without_restarts_ends_the_job(fragile_lab: Lab, submit: Submit) -> None:
