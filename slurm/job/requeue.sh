@@ -6,6 +6,7 @@ _ddp_requeue() {
   local answer give_up=$((SECONDS + 600))
   trap '' TERM # which Slurm sends once it has accepted
   until answer=$(timeout 60 scontrol requeue "$SLURM_JOB_ID" 2>&1); do
+    [[ $? -ne 127 ]] || give_up=0 # this node has no scontrol
     [[ $(_ddp_fate) != requeued ]] || break # accepted, but the answer was lost
     if [[ $SECONDS -ge $give_up || $answer == *@(disabled|denied|Invalid)* ]]; then
       _ddp_say "not requeued: $answer"

@@ -136,7 +136,7 @@ def configure(lab: Lab, changes: dict[str, str], more: str = "") -> None:
 
 def stop_slurmctld(lab: Lab) -> None:
     for pid in network.processes(lab.switch):
-        with contextlib.suppress(FileNotFoundError):  # it has ended meanwhile
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
             if "slurmctld" in Path(f"/proc/{pid}/cmdline").read_text():
                 os.kill(pid, signal.SIGTERM)
     while daemons.is_running(lab, None, "slurmctld"):

@@ -92,6 +92,19 @@ def test_refused_requeue_ends_the_job_with_the_reason(
     assert (job.exit_marker or "").startswith("status=75\n")
 
 
+def test_requeue_without_scontrol_ends_the_job_at_once(
+    script: MakeScript, stub: Stub, slurm: FakeSlurm
+) -> None:
+    """Nodes without Slurm's clients, or a --setup line that changes PATH."""
+    stub("srun", STOP_EARLY)
+    stub("timeout", 'shift; [[ $1 != scontrol ]] || set -- /no/scontrol; exec "$@"')
+    job = script(**REQUEUE)
+    assert job.run() == 75
+    assert "not requeued: " in job.log
+    assert "/no/scontrol" in job.log
+    assert (job.exit_marker or "").startswith("status=75\n")
+
+
 WAIT_FOR_SIGNALS = """
 trap 'touch "$DDP_SLURM_REQUEUE_MARKER"; exit 0' USR2
 trap 'exit 143' TERM
@@ -186,19 +199,40 @@ exec /bin/sleep 1
     assert set(slurm.calls) == {"scontrol requeue 7"}
 
 
-def test_watching_step_waits_for_that_of_the_ranks(
-    script: MakeScript, stub: Stub, slurm: FakeSlurm
+@pytest.mark.parametrize(
+    ("release", "launcher", "calls_before", "calls"),
+    [
+        ("20.11.4", "srun", [], ["watch"]),
+        ("20.11.4", "torchrun", [], []),
+        ("22.05.8", "srun", ["watch"], ["watch", "watch"]),
+        ("24.11.5", "torchrun", ["watch"], ["watch", "watch"]),
+    ],
+)
+def test_watching_step_begins_as_soon_as_it_stops_no_other(
+    release: str,
+    launcher: str,
+    calls_before: list[str],
+    calls: list[str],
+    script: MakeScript,
+    stub: Stub,
+    slurm: FakeSlurm,
 ) -> None:
-    """On Slurm 20.11 theirs would not begin beside it."""
-    srun = stub("srun", "")
-    starts = '[[ " $* " != *" --overlap "* ]] || echo watch >>"$FAKE_SLURM/calls"'
-    srun.write_text(f"#!/bin/bash\n{starts}\n/bin/sleep 1\n")
+    """On Slurm 20.11 no later step would begin beside it, such as that of the ranks."""
+    answers = f"""#!/bin/bash
+case " $* " in
+*" --version "*) echo "slurm {release}" ;;
+*" --overlap "*) echo watch >>"$FAKE_SLURM/calls" ;;
+*) /bin/sleep 1 ;;
+esac
+"""
+    stub("srun", "").write_text(answers)
     slurm.set(steps="7.batch\n")
-    assert script(max_restarts=1).run() == 0
-    assert slurm.calls == []
+    job = script(max_restarts=1, launcher=launcher)
+    assert job.run(SLURMD_NODENAME="gamma") == 0, job.log
+    assert slurm.calls == calls_before, "no step of the ranks is seen"
     slurm.set(steps="7.batch\n7.0\n")
-    assert script(max_restarts=1).run() == 0
-    assert slurm.calls == ["watch"]
+    assert job.run(SLURMD_NODENAME="gamma") == 0, job.log
+    assert slurm.calls == calls
 
 
 def test_watching_step_does_not_outlive_the_script(

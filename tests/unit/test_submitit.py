@@ -175,7 +175,7 @@ def test_the_script(
         assert line in script
     assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).stderr == ""
     # The results of an earlier start are removed, of this job only; the task is submitit's runner.
-    record = '[[ "$*" == *--overlap* ]] || printf "%s\\n" "$@" > "$RECORD"'
+    record = '[[ "$*" == *--overlap* || $1 == --version ]] || printf "%s\\n" "$@" > "$RECORD"'
     (tmp_path / "srun").write_text(f"#!/bin/bash\n{record}\n")
     (tmp_path / "srun").chmod(0o755)
     folder = hostile_folder / "48"
@@ -200,6 +200,35 @@ def test_the_script(
         words.count(f"{sys.executable}\n-u\n-m\nsubmitit.core._submit\n{hostile_folder / '%j'}\n")
         == 3
     )
+
+
+def test_a_job_that_has_ended_well_does_not_start_again(
+    job: HetSlurmJob[Any], submitted: list[str], hostile_folder: Path, tmp_path: Path
+) -> None:
+    """Slurm 24.11 requeues a job once more that was preempted, requeued itself, and ended."""
+    (script,) = submitted
+    stubs = {
+        "srun": '[[ "$*" == *--overlap* || $1 == --version ]] || echo start >>"$STARTS"',
+        "squeue": '[[ "$*" == *--steps* ]] || echo "48 RUNNING 1 N/A"',
+    }
+    for name, text in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "SLURM_JOB_ID": "48",
+        "SLURM_HET_SIZE": "3",
+        "STARTS": str(tmp_path / "starts"),
+    }
+    result = hostile_folder / "48" / "48_0_result.pkl"
+    for restarts in ("1", "2"):
+        environ = {**env, "SLURM_RESTART_COUNT": restarts}
+        done = subprocess.run(["bash"], input=script, env=environ, text=True, capture_output=True)
+        assert done.returncode == 0, done.stderr
+        result.touch()
+    assert (tmp_path / "starts").read_text() == "start\n"
+    assert result.exists()
+    assert "the job has ended well before this restart" in done.stderr
 
 
 def test_results_by_rank(job: HetSlurmJob[Any]) -> None:
