@@ -105,7 +105,7 @@ log_of() { # UNIT
     esac
 }
 
-errors_in() { grep -iE 'error|fatal|fail' | grep -v '\.service: ' | tail -n 3 | sed 's/^\[[^]]*\] //' | tr '\n' ' '; }
+errors_in() { grep -iE 'error|fatal|fail|skipped because' | grep -v '\.service: ' | tail -n 3 | sed 's/^\[[^]]*\] //' | tr '\n' ' '; }
 
 # Of this start, not of earlier ones: from its log, or from the journal, where it is without its configuration.
 last_errors_of() { # UNIT

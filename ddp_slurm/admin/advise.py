@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ddp_slurm.admin.slurm_releases import FIRST_WITH_CGROUP_V2
+from ddp_slurm.admin.slurm_releases import FIRST_WITH_CGROUP_V2, RELEASES
 from ddp_slurm.cluster import Cluster, Node
 
 Capability = tuple[int, int]
@@ -152,8 +152,10 @@ def _slurm(systems: Mapping[str, System]) -> Line:
     listed = ", ".join(f"{name} has {system.slurm}" for name, system in systems.items())
     if len(releases) > 1:
         choice = "packages of your own, one release on all nodes; or the same system on all"
-    elif min(releases) < FIRST_WITH_CGROUP_V2:
+    elif min(releases) < RELEASES[0]:
         choice = "packages of your own, or a newer system on all nodes"
+    elif min(releases) < FIRST_WITH_CGROUP_V2:
+        choice = "the distribution's packages, without limits on a job's memory and GPUs"
     else:
         choice = "the distribution's packages"
     return Line("Slurm", choice, listed)

@@ -60,10 +60,12 @@ def render_configs(
     installation: Installation = USERS_MACHINES,
     slurmdbd: bool = False,
     health_check: str | None = None,
+    control_groups: bool = True,
 ) -> dict[str, str]:
     """File name -> text of slurm.conf, gres.conf and cgroup.conf, optionally slurmdbd.conf.
 
-    ``health_check`` is the path of a program that slurmd runs every five minutes.
+    ``health_check`` is the path of a program that slurmd runs every five minutes. Without
+    ``control_groups`` a job is not kept to its memory and GPUs.
     Raises ConfigsError for nodes that cannot be written, SlurmReleaseError for an unknown release.
     """
     release = slurm_release(slurm_version)
@@ -87,6 +89,7 @@ def render_configs(
         "gres_lines": gres_lines(cluster.nodes, installation),
         "slurmdbd": slurmdbd,
         "health_check": health_check,
+        "control_groups": control_groups,
     }
     names = ["slurm.conf", "gres.conf", "cgroup.conf"]
     if slurmdbd:

@@ -86,7 +86,7 @@ def test_advice_for_cards_and_systems(
     ("systems", "python", "slurm"),
     [
         (["ubuntu-24.04"], "python3 -m venv", "the distribution's"),
-        (["ubuntu-22.04"], "python3 -m venv", "packages of your own, or a newer"),
+        (["ubuntu-22.04"], "python3 -m venv", "the distribution's packages, without limits"),
         (["ubuntu-20.04"], "conda", "packages of your own, or a newer"),
         (["ubuntu-24.04", "debian-12"], "conda", "packages of your own, one release"),
     ],

@@ -186,16 +186,19 @@ def test_install_names_every_node_that_is_too_old() -> None:
     assert nodes.ran == []
 
 
-def test_install_refuses_slurm_without_cgroup_v2_first() -> None:
-    versions = dict.fromkeys(("gamma", "alpha", "login"), "21.08.5")
-    nodes = Nodes(versions, cgroup="cgroup2fs")
-    with pytest.raises(
-        InstallError, match=r"21\.08 does not start on gamma, alpha, login: .* v2.*ways"
-    ):
-        install(CLUSTER, runner=nodes)
-    assert nodes.ran == []
-    install(CLUSTER, runner=Nodes(versions, cgroup="tmpfs"))
-    install(CLUSTER, runner=Nodes(cgroup="cgroup2fs"))
+@pytest.mark.parametrize(
+    ("version", "cgroup", "limited"),
+    [("21.08.5", "cgroup2fs", False), ("21.08.5", "tmpfs", True), ("22.05.8", "cgroup2fs", True)],
+)
+def test_slurm_without_cgroup_v2_has_no_limits(version: str, cgroup: str, limited: bool) -> None:
+    nodes = Nodes(dict.fromkeys(("gamma", "alpha", "login"), version), cgroup=cgroup)
+    outcomes = install(CLUSTER, runner=nodes)
+    script = nodes.scripts["slurmctld", "alpha"]
+    assert ("ProctrackType=proctrack/cgroup" in script) == limited
+    assert ("ConstrainDevices=yes" in script) == limited
+    assert ("TaskPlugin=task/affinity,task/cgroup" in script) == limited
+    said = [reason for outcome in outcomes for reason in outcome.reasons]
+    assert any("nothing keeps a job to its memory and its GPUs" in text for text in said) != limited
 
 
 @pytest.mark.parametrize("version", ["17.11.2", "21.08.5", ""])

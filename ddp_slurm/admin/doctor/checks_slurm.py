@@ -38,7 +38,7 @@ def daemons(snapshot: Snapshot) -> Findings:
         if facts.first("slurmd_runs") != "no":
             continue
         lines = [*facts.block_lines("slurmd.log"), *facts.block_lines("slurmd.journal")]
-        messages = [line for line in lines if re.search(r"error|fatal", line)]
+        messages = [line for line in lines if re.search(r"error|fatal|skipped because", line)]
         cause = "slurmd is not running"
         if messages:
             cause += f"; its last error: {messages[-1].strip()}"

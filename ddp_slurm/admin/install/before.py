@@ -86,8 +86,8 @@ def common_release(before: Before, *, dry_run: bool) -> str:
     slurmctld accepts older slurmds, but a step over several releases breaks in ways that look like
     network errors, and the next upgrade excludes one of them: so one release on all nodes.
 
-    Raises InstallError where they differ, where a node has none and it is no dry run, or where it
-    cannot run on a node.
+    Raises InstallError where they differ, where one is too old, or where a node has none and it is
+    no dry run.
     """
     versions = {name: node.slurm_version for name, node in before.nodes.items()}
     unknown = [name for name, version in versions.items() if not version]
@@ -102,14 +102,14 @@ def common_release(before: Before, *, dry_run: bool) -> str:
             problems.append("the nodes would get different Slurm releases")
         listed = ", ".join(f"{name} {version or '?'}" for name, version in versions.items())
         raise InstallError(f"{'; '.join(problems)}: {listed}. {WAYS_OUT}")
-    release = releases.pop() if releases else DEFAULT_RELEASE
-    cgroup_v2 = [name for name, node in before.nodes.items() if node.cgroup == "cgroup2fs"]
-    if release < FIRST_WITH_CGROUP_V2 and cgroup_v2:
-        raise InstallError(
-            f"slurmd {release} does not start on {', '.join(cgroup_v2)}: these systems use cgroup "
-            f"v2, for which Slurm has a plugin from {FIRST_WITH_CGROUP_V2} on. {WAYS_OUT}"
-        )
-    return release
+    return releases.pop() if releases else DEFAULT_RELEASE
+
+
+def without_control_groups(before: Before, release: str) -> list[str]:
+    """The nodes with cgroup v2, where this release has no plugin for it."""
+    if release >= FIRST_WITH_CGROUP_V2:
+        return []
+    return [name for name, node in before.nodes.items() if node.cgroup == "cgroup2fs"]
 
 
 def _supported_releases(versions: Mapping[str, str]) -> tuple[list[str], set[str]]:

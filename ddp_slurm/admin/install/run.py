@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from ddp_slurm.admin.install.before import common_release, look
+from ddp_slurm.admin.install.before import common_release, look, without_control_groups
 from ddp_slurm.admin.install.settings import (
     common_settings,
     settings_of_controller,
@@ -49,7 +49,11 @@ def install(
     settings |= settings_of_controller(before.nodes[cluster.controller_name])
     if any(step.needs_slurm for step in plan):
         release = common_release(before, dry_run=dry_run)
-        settings |= settings_of_release(cluster, release, python)
+        unlimited = without_control_groups(before, release)
+        if unlimited:
+            outcomes.append(_no_limits(unlimited, release, cluster.controller_name))
+            report(outcomes[-1])
+        settings |= settings_of_release(cluster, release, python, control_groups=not unlimited)
         _check_configless(plan, settings["SLURM_CONF"], release)
     for step in plan:
         step_nodes = chosen
@@ -61,6 +65,14 @@ def install(
         outcomes += new
         _check_success(step, new)
     return outcomes
+
+
+def _no_limits(nodes: Sequence[str], release: str, controller: str) -> Outcome:
+    reason = (
+        f"Slurm {release} has no plugin for cgroup v2, which {', '.join(nodes)} use: nothing keeps "
+        "a job to its memory and its GPUs; later releases do (see the guide, step 3)"
+    )
+    return Outcome("before", controller, "ok", (reason,))
 
 
 def _chosen_nodes(cluster: Cluster, names: Sequence[str]) -> tuple[Node, ...]:

@@ -67,9 +67,16 @@ def _new_munge_key() -> str:
     return base64.b64encode(secrets.token_bytes(MUNGE_KEY_BYTES)).decode()
 
 
-def settings_of_release(cluster: Cluster, release: str, python: str | None) -> dict[str, str]:
+def settings_of_release(
+    cluster: Cluster, release: str, python: str | None, *, control_groups: bool
+) -> dict[str, str]:
     """The files' texts and the first job, which trains with ``python`` where it is given."""
-    files = render_configs(cluster, slurm_version=release, health_check=HEALTH_CHECK)
+    files = render_configs(
+        cluster,
+        slurm_version=release,
+        health_check=HEALTH_CHECK,
+        control_groups=control_groups,
+    )
     gpu_check = resources.files("ddp_slurm.cluster_setup").joinpath("gpu_check.sh")
     srun, tasks = first_job(cluster, python)
     return {
