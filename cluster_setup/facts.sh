@@ -101,7 +101,11 @@ slurm() {
             fact slurmd_runs no
             # Without the configuration of the controller it writes no log file.
             block slurmd.journal journalctl --unit slurmd --lines 20 --output cat --no-pager
-            if [ -r /var/log/slurm/slurmd.log ]; then block slurmd.log tail -n 20 /var/log/slurm/slurmd.log; fi
+            if [ -r /var/log/slurm/slurmd.log ]; then
+                block slurmd.log tail -n 20 /var/log/slurm/slurmd.log
+            elif [ -e /var/log/slurm/slurmd.log ]; then
+                fact slurmd_log_hidden yes
+            fi
         fi
         for pid in $(pidof slurmd); do file_block slurmd.limits "/proc/$pid/limits"; done
     fi

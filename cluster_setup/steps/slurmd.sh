@@ -61,6 +61,10 @@ apply() {
     stop_daemon slurmd slurmd
     install -d -o slurm -g slurm -m 0755 /var/lib/slurm /var/log/slurm
     install -d -m 0755 /var/lib/slurm/slurmd
+    # The doctor asks without root's rights, as one of the system's admins.
+    touch /var/log/slurm/slurmd.log
+    chgrp adm /var/log/slurm/slurmd.log
+    chmod 0640 /var/log/slurm/slurmd.log
     if ! is_controller && [ -e /etc/slurm/slurm.conf ]; then
         mv --backup=numbered /etc/slurm/slurm.conf /etc/slurm/slurm.conf.old
     fi

@@ -10,6 +10,7 @@ class Fault(NamedTuple):
     """Commands run by a user who may use sudo."""
 
     node: str
+    """Or several."""
     plant: str
     check: str
     """The doctor's."""
@@ -22,6 +23,7 @@ class Fault(NamedTuple):
     """Where the cure runs; "" is the node."""
 
 
+RESTART = "sudo reboot"
 INSTALL = "cd /opt/ddp/ddp_slurm; ddp-slurm cluster install"
 CLUSTER = "/opt/ddp/ddp_slurm/cluster.yaml"
 PROBE = f"ddp-slurm cluster probe --cluster {CLUSTER} --yes"
@@ -267,7 +269,237 @@ CONTROLLER = (
         "sudo chmod 0755 /run/munge; sudo systemctl restart munge",
     ),
 )
+VENV = "/opt/ddp/venv/bin/python"
+TORCH = (
+    Fault(
+        "alpha beta gamma",
+        f"{VENV} -m pip install torch==1.0",
+        "torch's CUDA",
+        f"{VENV} has a torch for CPUs only",
+        f"on all nodes: {VENV} -m pip install --force-reinstall torch torchvision",
+        f"{VENV} -m pip install --force-reinstall torch torchvision",
+    ),
+    Fault(  # github.com/NVIDIA/deepops/issues/1214
+        "alpha",
+        "echo AutoDetect=nvml | sudo tee -a /etc/slurm/gres.conf; "
+        "sudo systemctl restart slurmctld slurmd; while pidof slurmd; do sleep 1; done",
+        "slurmd",
+        "configured to autodetect nvml",
+        "ddp-slurm cluster install --step slurmd",
+        f"{INSTALL} --step slurmctld --step slurmd",
+    ),
+)
+ENVIRONMENT = (
+    Fault(
+        "beta",
+        "sudo sed -i s/580.95.05/535.183.01/ /usr/bin/nvidia-smi",
+        "torch's CUDA",
+        "CUDA 13.0 needs driver 580 or later, 535.183.01 is installed",
+        "a newer driver, or on all nodes:",
+        "sudo apt-get install --reinstall -y nvidia-utils-580-server",
+    ),
+    Fault(
+        "beta",
+        f"{VENV} -m pip uninstall -y ddp_slurm",
+        "torch",
+        f"{VENV} does not have ddp_slurm",
+        f"{VENV} -m pip install '.[train]' in the package's folder",
+        f"cd /opt/ddp/ddp_slurm; {VENV} -m pip install '.[train]'; cd",
+    ),
+    Fault(
+        "gamma",
+        "mv /opt/ddp/venv /opt/ddp/away",
+        "torch",
+        f"{VENV} does not run",
+        "the same environment on all nodes, under the same path",
+        "rsync -a --delete /opt/ddp/ ops@gamma:/opt/ddp/",
+        "alpha",
+    ),
+)
+STARTS = (
+    Fault(
+        "beta",
+        "sudo sed -i s/:6817/:6999/ /etc/default/slurmd; sudo systemctl restart slurmd; "
+        "while pidof slurmd; do sleep 1; done",
+        "slurmd",
+        "slurmd is not running; its last error: ",
+        "ddp-slurm cluster install --step slurmd",
+        f"{INSTALL} --step slurmd --node beta",
+        "alpha",
+    ),
+    Fault(
+        "beta",
+        "sudo chmod 755 /etc/munge; sudo chmod 644 /etc/munge/munge.key",
+        "munge key",
+        "munge.key has mode 644: others can read it",
+        "ddp-slurm cluster install --step munge",
+        f"{INSTALL} --step munge",
+        "alpha",
+    ),
+    Fault(
+        "gamma",
+        "sudo systemctl stop munge",
+        "munge key",
+        "munged is not running",
+        "ddp-slurm cluster install --step munge --node gamma",
+        f"{INSTALL} --step munge --node gamma",
+        "alpha",
+    ),
+    Fault(
+        "gamma",
+        "sudo sed -i '/ beta$/d' /etc/hosts",
+        "name resolution",
+        "the name beta has no address here",
+        "ddp-slurm cluster install --step hosts",
+        f"{INSTALL} --step hosts",
+        "alpha",
+    ),
+)
+REPORTED = (
+    Fault(  # github.com/dun/munge/issues/51
+        "gamma",
+        "sudo chown root: /var/log/munge; sudo systemctl restart munge || true",
+        "munge key",
+        "munged is not running",
+        "ddp-slurm cluster install --step munge --node gamma",
+        f"{INSTALL} --step munge --node gamma",
+        "alpha",
+    ),
+    Fault(  # github.com/clustervision/trinityX/issues/54
+        "gamma",
+        "sudo rm /etc/systemd/system/slurmd.service.d/ddp-slurm.conf; "
+        "sudo systemctl daemon-reload; sudo systemctl restart slurmd",
+        "slurmd",
+        "ConditionPathExists=/etc/slurm/slurm.conf",
+        "ddp-slurm cluster install --step slurmd",
+        f"{INSTALL} --step slurmd --node gamma",
+        "alpha",
+    ),
+    Fault(  # github.com/BiBiServ/bibigrid/issues/705
+        "beta",
+        "sudo rm /dev/nvidia0; sudo systemctl restart slurmd; while pidof slurmd; do sleep 1; done",
+        "slurmd",
+        "can't stat gres.conf file /dev/nvidia0",
+        "ddp-slurm cluster install --step slurmd",
+        "sudo mknod -m 666 /dev/nvidia0 c 195 0; sudo systemctl start slurmd",
+    ),
+)
+CONFIGURATION = (
+    Fault(
+        "gamma",
+        "sudo systemctl stop ssh",
+        "reachable",
+        "Connection refused",
+        "start it, or correct address and ssh in cluster.yaml",
+        "sudo systemctl start ssh",
+    ),
+    Fault(
+        "beta",
+        "sudo cp /run/slurm/conf/slurm.conf /etc/slurm/; "
+        "echo KillWait=31 | sudo tee -a /etc/slurm/slurm.conf",
+        "configuration",
+        "slurm.conf differs from the one slurmctld runs with",
+        "nodes need no copy of their own",
+        f"{INSTALL} --step slurmctld --step slurmd",
+        "alpha",
+    ),
+    Fault(
+        "alpha",
+        "sudo sed -i '/^NodeName=beta/s/RealMemory=[0-9]*/RealMemory=900000/' "
+        "/etc/slurm/slurm.conf; sudo systemctl restart slurmctld",
+        "hardware",
+        "slurm.conf has 900000 MiB of memory, the machine",
+        "ddp-slurm cluster install",
+        f"{INSTALL} --step slurmctld --step slurmd",
+    ),
+    Fault(
+        "alpha",
+        "until sinfo -R | grep 'Low RealMemory'; do sleep 1; done",
+        "node states",
+        "Low RealMemory",
+        "slurm.conf has more memory than the machine",
+        f"{INSTALL} --step nodes",
+    ),
+)
+HARDWARE = (
+    Fault(
+        "alpha",
+        "sudo cp /etc/cards /var/tmp; sudo sed -i 2d /etc/cards",
+        "GPU count",
+        "cluster.yaml has 2 GPUs, nvidia-smi shows 1",
+        "look for the missing card (dmesg)",
+        "sudo cp /var/tmp/cards /etc",
+    ),
+    Fault(
+        "beta",
+        "sudo sed -i s/580.95.05/570.86.10/ /usr/bin/nvidia-smi",
+        "driver branch",
+        "different driver branches: 580 on alpha",
+        "one branch on all nodes",
+        "sudo apt-get install --reinstall -y nvidia-utils-580-server",
+    ),
+    Fault(
+        "beta",
+        "printf '#!/bin/sh\\necho slurm-wlm 21.08.5\\n' | sudo tee /usr/local/bin/slurmd; "
+        "sudo chmod +x /usr/local/bin/slurmd",
+        "Slurm release",
+        "21.08.5 on beta",
+        "install one release on all nodes",
+        "sudo rm /usr/local/bin/slurmd",
+    ),
+    Fault(  # a machine's clock is the host's here
+        "gamma",
+        'printf \'#!/bin/sh\\nexec /usr/bin/date -d "90 seconds" "$@"\\n\' | '
+        "sudo tee /usr/local/bin/date; sudo chmod +x /usr/local/bin/date",
+        "clock",
+        "the clock is 90 s ahead of the other nodes'",
+        "ddp-slurm cluster install --step clock",
+        "sudo rm /usr/local/bin/date",
+    ),
+    Fault(
+        "gamma",
+        "sudo touch /run/driver-upgraded",
+        "GPU driver",
+        "Driver/library version mismatch",
+        "drain gamma and restart it",
+        RESTART,
+    ),
+)
+PEOPLE = (
+    Fault(
+        "gamma",
+        "sudo usermod -u 2999 ann",
+        "users",
+        "user ann has different ids: 2001 on alpha, beta, 2999, group 2001 on gamma",
+        "usermod -u ID ann",
+        "sudo usermod -u 2001 ann",
+    ),
+    Fault(
+        "alpha gamma",
+        "sudo useradd --create-home --uid 2002 --shell /bin/bash bob",
+        "users",
+        "user bob (id 2002) does not exist",
+        "useradd -u ID bob",
+        "id bob || sudo useradd --create-home --uid 2002 --shell /bin/bash bob",
+        "beta",
+    ),
+    Fault(
+        "alpha",
+        "sudo mount -t tmpfs -o size=4M,mode=755,uid=$(id -u slurm) tmpfs /var/lib/slurm/slurmctld",
+        "disks",
+        "less than 100 MiB are free on /var/lib/slurm/slurmctld",
+        "du -xh",
+        "sudo umount /var/lib/slurm/slurmctld",
+    ),
+)
 BATCHES = {
+    "torch": TORCH,
+    "environment": ENVIRONMENT,
+    "starts": STARTS,
+    "reported": REPORTED,
+    "configuration": CONFIGURATION,
+    "hardware": HARDWARE,
+    "people": PEOPLE,
     "files": FILES,
     "slurm": SLURM,
     "daemons": DAEMONS,

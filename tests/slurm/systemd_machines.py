@@ -108,6 +108,8 @@ esac
 """
 # /etc/cards has a line a card: index|memory in MiB|compute capability|name
 NVIDIA_SMI = r"""#!/bin/sh
+[ -e /run/driver-upgraded ] && {
+    echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18; }
 [ -c /dev/nvidiactl ] || { echo 'NVIDIA-SMI has failed: no driver'; exit 9; }
 while IFS='|' read -r index memory capability name; do
     [ -c "/dev/nvidia$index" ] || continue
@@ -172,20 +174,38 @@ def setuptools_wheel() -> Path:
     return next(folder.glob("setuptools-*.whl"))
 
 
+TORCH_FOR_CPUS = """\
+__version__ = "1.0"
+class version:
+    cuda = hip = None
+class backends:
+    class cudnn:
+        version = staticmethod(lambda: None)
+"""
+
+
 def stand_in_wheels(folder: Path) -> None:
-    """A wheel for each package, whose only file makes this machine's own copy importable."""
+    """A wheel for each package, whose only file makes this machine's own copy importable.
+
+    An older torch is built for CPUs only.
+    """
     for name in PYTHON_PACKAGES:
         version = importlib.metadata.version(name)
-        info = f"{name}-{version}.dist-info"
-        files = {
-            f"{name}-stand-in.pth": "/srv/python\n",
-            f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
-            f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        }
-        record = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
-        with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
-            for path, text in {**files, f"{info}/RECORD": record}.items():
-                wheel.writestr(path, text)
+        _wheel(folder, name, version, {f"{name}-stand-in.pth": "/srv/python\n"})
+    _wheel(folder, "torch", "1.0", {"torch/__init__.py": TORCH_FOR_CPUS})
+
+
+def _wheel(folder: Path, name: str, version: str, content: Mapping[str, str]) -> None:
+    info = f"{name}-{version}.dist-info"
+    files = {
+        **content,
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        for path, text in {**files, f"{info}/RECORD": record}.items():
+            wheel.writestr(path, text)
 
 
 class SystemdMachines:
@@ -234,7 +254,7 @@ class SystemdMachines:
             cd {mounted}
             echo {name}-fresh >etc/hostname
             printf '127.0.0.1 localhost\\n127.0.1.1 {name}-fresh\\n' >etc/hosts
-            chroot . useradd --create-home --uid 1000 --shell /bin/bash --groups sudo {USER}
+            chroot . useradd --create-home --uid 1000 --shell /bin/bash --groups sudo,adm {USER}
             echo {USER}:{PASSWORD} | chroot . chpasswd
             for unit in {" ".join(MASKED)}; do ln -sf /dev/null etc/systemd/system/$unit; done
             rm -f etc/ssh/ssh_host_* etc/machine-id

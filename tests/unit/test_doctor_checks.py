@@ -286,6 +286,42 @@ CASES = [
     ),
     case("slurmd", E, "beta", "slurmd is not running$", beta={"slurmd_runs": ["no"]}),
     case(
+        "slurmd",
+        E,
+        "beta",
+        "slurmd is not running; only root can read its log",
+        beta={
+            "slurmd_runs": ["no"],
+            "slurmd_log_hidden": ["yes"],
+            "slurmd.journal": "Started slurmd.service\nslurmd: error: of an earlier start\n"
+            "Started slurmd.service - Slurm node daemon.\nslurmd.service: Main process exited",
+        },
+    ),
+    case(
+        "slurmd",
+        E,
+        "beta",
+        "its last error: fatal: can't stat gres.conf",
+        beta={
+            "slurmd_runs": ["no"],
+            "slurmd.log": "fatal: before\nslurmd version 22.05.8 started\nerror: pmix\n"
+            "fatal: can't stat gres.conf",
+            "slurmd.journal": "Started slurmd.service\nslurmd: error: no PMIx",
+        },
+    ),
+    case(
+        "slurmd",
+        E,
+        "beta",
+        "its last error: slurmd.service .*ConditionPathExists",
+        beta={
+            "slurmd_runs": ["no"],
+            "slurmd.log": "slurmd version 22.05.8 started\nerror: a job's",
+            "slurmd.journal": "slurmd.service - Slurm node daemon was skipped because of an unmet "
+            "condition check (ConditionPathExists=/etc/slurm/slurm.conf).",
+        },
+    ),
+    case(
         "interface",
         E,
         "beta",

@@ -37,13 +37,31 @@ def daemons(snapshot: Snapshot) -> Findings:
     for name, facts in snapshot.facts.items():
         if facts.first("slurmd_runs") != "no":
             continue
-        lines = [*facts.block_lines("slurmd.log"), *facts.block_lines("slurmd.journal")]
-        messages = [line for line in lines if re.search(r"error|fatal|skipped because", line)]
+        last_error = _last_error_of_slurmd(facts)
         cause = "slurmd is not running"
-        if messages:
-            cause += f"; its last error: {messages[-1].strip()}"
+        if last_error:
+            cause += f"; its last error: {last_error}"
+        elif facts.first("slurmd_log_hidden"):
+            cause += "; only root can read its log"
         fix = f"journalctl -u slurmd and /var/log/slurm/slurmd.log; {INSTALL} --step slurmd"
         yield error(name, cause, fix)
+
+
+def _last_error_of_slurmd(facts: Facts) -> str:
+    """Since its last start; what ended it first, as it also reports errors that do not matter."""
+    log = _from_last(r"slurmd version \S+ started", facts.block_lines("slurmd.log"))
+    journal = _from_last(r"^(Starting|Started) |skipped", facts.block_lines("slurmd.journal"))
+    for pattern in ("fatal|skipped because", "error"):
+        found = [line for line in [*log, *journal] if re.search(pattern, line)]
+        if found:
+            return found[-1].strip()
+    return ""
+
+
+def _from_last(pattern: str, lines: list[str]) -> list[str]:
+    """The lines from the last one on that has the pattern; all where none has."""
+    first = max((i for i, line in enumerate(lines) if re.search(pattern, line)), default=0)
+    return lines[first:]
 
 
 def controller(snapshot: Snapshot) -> Findings:
