@@ -8,6 +8,8 @@ check() {
         return 1
     fi
     job=$(mktemp)
+    # It runs as root: its caches in the users' folder could not be written over by rsync.
+    export PYTHONDONTWRITEBYTECODE=1
     status=0
     eval "timeout 300 $SRUN" >"$job" || status=$?
     found=$(sed -n 's/^rank //p' "$job" | sort -u | wc -l)

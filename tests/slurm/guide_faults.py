@@ -279,15 +279,6 @@ TORCH = (
         f"on all nodes: {VENV} -m pip install --force-reinstall torch torchvision",
         f"{VENV} -m pip install --force-reinstall torch torchvision",
     ),
-    Fault(  # github.com/NVIDIA/deepops/issues/1214
-        "alpha",
-        "echo AutoDetect=nvml | sudo tee -a /etc/slurm/gres.conf; "
-        "sudo systemctl restart slurmctld slurmd; while pidof slurmd; do sleep 1; done",
-        "slurmd",
-        "configured to autodetect nvml",
-        "ddp-slurm cluster install --step slurmd",
-        f"{INSTALL} --step slurmctld --step slurmd",
-    ),
 )
 ENVIRONMENT = (
     Fault(
