@@ -15,6 +15,9 @@ TEST_PACKAGES := slurm-wlm slurmdbd mariadb-server-core mariadb-client-core mung
   debootstrap openssh-server openssh-client shellcheck
 # Half of the live tests wait for Slurm: four processes suit two cores.
 PYTEST_OPTIONS ?= -n 4 --no-loadscope-reorder
+# Bytecode is kept, also where the shell says otherwise: each rank and each command of the tests
+# would compile the package again, and each test process the tests.
+export PYTHONDONTWRITEBYTECODE :=
 
 # 100,000 hostile files and outputs of programs; some minutes
 fuzz: $(VENV)/installed-test

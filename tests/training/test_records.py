@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.training.trainer.records import open_recorder
@@ -62,6 +61,9 @@ def test_tensorboard_reads_a_resumed_run_as_one(
     recorder = open_recorder(f"{folder}/", resumed_step=2)
     recorder({"kind": "train", "epoch": 1, "step": 3, "loss": 0.5})
     recorder({"kind": "evaluation", "epoch": 1, "step": 3, "accuracy": 0.25})
+    # Here: only the process of this test waits for the import.
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     board = EventAccumulator(str(folder)).Reload()
     assert sorted(board.Tags()["scalars"]) == ["evaluation/accuracy", "train/loss"]
     assert [(event.step, event.value) for event in board.Scalars("train/loss")] == [

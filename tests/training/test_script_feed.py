@@ -13,7 +13,6 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from ddp_slurm.training.scripts.batches import Share, share_batches
 from ddp_slurm.training.scripts.errors import UnevenError
 from ddp_slurm.training.scripts.feed import Delivery, Feed
-from ddp_slurm.training.scripts.losses import _Looks
 from ddp_slurm.training.scripts.statistics import statistics_of
 from ddp_slurm.training.scripts.weights import CallWeight, unweighted, weighted
 
@@ -106,6 +105,9 @@ def test_ignored_targets_are_refused_unless_each_sample_has_as_many(
     rows: list[list[int]], samples: int, is_refused: bool
 ) -> None:
     target = torch.tensor(rows).flatten()
+    # Here: it imports torch's compiler, seconds that only the process of this test waits for.
+    from ddp_slurm.training.scripts.losses import _Looks
+
     refuse = functools.partial(_Looks().refuse_ignored, "cross_entropy", target, -100, samples)
     if not is_refused:
         refuse()
