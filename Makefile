@@ -43,7 +43,7 @@ test-guide: $(VENV)/installed-test $(VENV)/installed-packages
 	DDP_SLURM_TEST_GUIDE=1 $(IN_VENV) -m pytest -s tests/slurm/test_guide_walk.py
 
 test-containers: $(VENV)/installed-test
-	DDP_SLURM_TEST_CONTAINERS=1 $(IN_VENV) -m pytest tests/hosts/test_containers.py
+	DDP_SLURM_TEST_CONTAINERS=1 $(IN_VENV) -m pytest tests/hosts/test_containers.py tests/hosts/test_image.py
 
 fresh:
 	tests/fresh_root.sh demo test

@@ -17,6 +17,8 @@ from ddp_slurm.lab.enter import enter
 from ddp_slurm.lab.lab import all_labs
 from ddp_slurm.lab.registry import locked
 
+from .engine import Engine, make_root, need, start_engine
+
 _numbers = itertools.count(1)
 START_SECONDS = 20.0
 
@@ -34,7 +36,7 @@ PermitRootLogin prohibit-password
 PasswordAuthentication no
 UseDNS no
 AcceptEnv NOTHING
-SetEnv HOME={folder}
+SetEnv HOME={folder} DOCKER_HOST=unix://{folder}/{name}.engine/sock
 """
 
 SSH_CONFIG = """\
@@ -57,6 +59,10 @@ class Hosts:
 
     def netns(self, name: str) -> str:
         return f"{self.switch}.{name}"
+
+    def engine(self, name: str) -> Path:
+        """The folder of a container engine that programs on the machine find."""
+        return self.folder / f"{name}.engine"
 
     def cluster_yaml(self, gpus: dict[str, int], extra: str = "") -> Path:
         """A cluster.yaml of some of the machines, in the order given."""
@@ -95,6 +101,25 @@ class Hosts:
         index = int(self.addresses[name].rpartition(".")[2])
         network.plug(self.switch, index, up=False)
         network.kill_processes(self.netns(name))
+
+
+@pytest.fixture(scope="session")
+def debian_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A root of another system, for images. The tests that use it start container engines."""
+    if not os.environ.get("DDP_SLURM_TEST_CONTAINERS"):
+        pytest.skip("starts a container engine: make test-containers")
+    need("debootstrap")
+    root = tmp_path_factory.mktemp("debian") / "root"
+    make_root(root)
+    yield root
+    shutil.rmtree(root)
+
+
+@pytest.fixture(scope="session")
+def engine(debian_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    need("dockerd", "docker")
+    with start_engine(tmp_path_factory.mktemp("engine")) as engine:
+        yield engine
 
 
 @pytest.fixture
@@ -154,7 +179,7 @@ def _start(folder: Path, switch: str, prefix: str, names: Sequence[str]) -> Host
     for name, address in addresses.items():
         network.make_node(hosts.netns(name), switch, int(address.rpartition(".")[2]), address)
         config = folder / f"sshd_config.{name}"
-        config.write_text(SSHD_CONFIG.format(folder=folder, address=address))
+        config.write_text(SSHD_CONFIG.format(folder=folder, address=address, name=name))
         log = (folder / f"sshd.{name}.log").open("w")
         subprocess.Popen(  # ended with its namespace
             hosts.inside(name, ["sh", "-euc", SSHD + str(config)]),

@@ -12,6 +12,7 @@ import pytest
 
 from ddp_slurm.job.checks import combination_errors
 from ddp_slurm.job.options import JobOptions
+from ddp_slurm.job_env import REQUEUE_MARKER
 from ddp_slurm.render import RenderError, containers, render_sbatch
 from ddp_slurm.render.containers import GPU_OPTIONS
 from ddp_slurm.render.torchrun import TorchrunError, network_commands, render_torchrun
@@ -176,6 +177,14 @@ def test_pyxis_and_apptainer_get_options_and_command(stubs: Stubs, tmp_path: Pat
             "t.py",
             *WORDS,
         ]
+
+
+def test_requeue_marker_is_where_the_container_can_make_it(stubs: Stubs, tmp_path: Path) -> None:
+    """Enroot gives a container a /tmp of its own."""
+    segments(plan_of(container="pyxis:x", **{"max-restarts": 1}), stubs, tmp_path)
+    marker = Path(next(environ[REQUEUE_MARKER] for _, _, environ, _ in stubs.calls()))
+    assert marker.parents[1] == tmp_path
+    assert not marker.parent.exists()  # the script has ended
 
 
 @pytest.mark.parametrize(
