@@ -1,12 +1,13 @@
 """A container engine of the tests' own, and images for it that come from no registry.
 
-All that the engine keeps is in one folder. It serves nothing but a socket in that folder.
+All that the engine keeps is in one folder and a temporary one, which are removed.
 """
 
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,7 +59,9 @@ def start_engine(folder: Path, netns: str | None = None) -> Iterator[Engine]:
 
     Without ``netns`` it has no networks of its own: its containers use this machine's.
     """
-    words = [f"--data-root={folder}/data", f"--exec-root={folder}/exec"]
+    # Elsewhere, since the path of a socket may have 107 characters.
+    exec_root = tempfile.mkdtemp(prefix="ddp-engine-")
+    words = [f"--data-root={folder}/data", f"--exec-root={exec_root}"]
     words += [f"--pidfile={folder}/pid", f"--host=unix://{folder}/sock"]
     if netns is None:
         words += ["--iptables=false", "--ip6tables=false", "--bridge=none"]
@@ -76,8 +79,10 @@ def start_engine(folder: Path, netns: str | None = None) -> Iterator[Engine]:
         daemon.terminate()
         daemon.wait(timeout=60)
         # dockerd leaves a mount behind, with which the folder could not be removed.
-        subprocess.run(["umount", f"{folder}/exec/netns/default"], check=False)
-        shutil.rmtree(folder / "data", ignore_errors=True)
+        for mount in Path(exec_root, "netns").glob("*"):
+            subprocess.run(["umount", str(mount)], check=False)
+        shutil.rmtree(exec_root)
+        shutil.rmtree(folder / "data")
 
 
 def need(*programs: str) -> None:
