@@ -81,7 +81,10 @@ apply() {
     start_daemon slurmd slurmd --conf-server "$server" || say "$(last_errors_of slurmd)"
 }
 
+# Before it listens, slurmd may wait for a device file for 20 s, and end.
+is_up() { check && scontrol show slurmd >&2; }
+
 verify() {
-    wait_for 60 check || say "$(last_errors_of slurmd)"
-    check
+    wait_for 60 is_up || say "$(last_errors_of slurmd)"
+    is_up
 }

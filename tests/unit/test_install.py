@@ -339,6 +339,19 @@ def test_last_errors_are_those_of_this_start(tmp_path: Path, log: str, words: st
     assert run_shell(body, tmp_path).stdout.strip() == words
 
 
+@pytest.mark.parametrize("status", [0, 1])
+def test_slurmd_step_waits_until_slurmd_listens(tmp_path: Path, status: int) -> None:
+    step = (STEPS_FOLDER / "slurmd.sh").read_text()
+    body = f"""CONTROLLER_ADDRESS=a; SLURM_CONF=; GRES_CONF=; CGROUP_CONF=; GPU_CHECK=
+    {step}
+    check() {{ [ -e "$F" ]; }}; apply() {{ : >"$F"; }}; wait_for() {{ shift; "$@"; }}
+    last_errors_of() {{ echo "fatal: no device file"; }}
+    scontrol() {{ return {status}; }}"""
+    done = run_shell(body, tmp_path)
+    expected = ["say fatal: no device file"] if status else ["result changed"]
+    assert done.stdout.splitlines() == expected, done.stderr
+
+
 def test_first_job_has_a_task_for_each_gpu() -> None:
     line, tasks = first_job(CLUSTER)
     assert tasks == 3  # alpha has two CPUs for its four GPUs, login no GPU
