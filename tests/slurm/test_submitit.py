@@ -27,7 +27,7 @@ from ddp_slurm.backends.submitit.job import StateWatcher  # noqa: E402
 from ddp_slurm.lab import Lab  # noqa: E402
 
 from ..waiting import wait_until  # noqa: E402
-from .conftest import LIVE_CLUSTER  # noqa: E402
+from .conftest import LIVE_CLUSTER, load_cluster  # noqa: E402
 from .test_restarts import URGENT, configure  # noqa: E402
 
 # the nodes do not have this file on their path
@@ -53,9 +53,20 @@ def executor_in(
     return make
 
 
+@pytest.fixture(scope="module")
+def submitit_lab(needs_lab: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """A lab whose Slurm waits 3 s, not 30, for ranks that ignore SIGTERM, as submitit's do."""
+    cluster = load_cluster(LIVE_CLUSTER, tmp_path_factory.mktemp("submitit_lab"))
+    with Lab.up(cluster, f"test-{os.getpid()}-submitit") as lab:
+        with lab.slurm_conf.open("a") as file:
+            file.write("KillWait=3\n")
+        lab.run(["scontrol", "reconfigure"], check=True)
+        yield lab
+
+
 @pytest.fixture
-def executor(live_lab: Lab, executor_in: Callable[[Lab], HetSlurmExecutor]) -> HetSlurmExecutor:
-    return executor_in(live_lab)
+def executor(submitit_lab: Lab, executor_in: Callable[[Lab], HetSlurmExecutor]) -> HetSlurmExecutor:
+    return executor_in(submitit_lab)
 
 
 def _executor(tmp_path: Path) -> HetSlurmExecutor:
