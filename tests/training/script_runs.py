@@ -69,6 +69,10 @@ class ScriptServer:
             {**kept, **common, **rank, "GROUP_RANK": rank["NODE_RANK"], **variables}
             for rank in rank_environments(tasks)
         ]
+        return self.run_in(environs, words)
+
+    def run_in(self, environs: Sequence[dict[str, str]], words: Sequence[object]) -> Run:
+        """Run a script, or ``-c`` and a text, as a process in each of these whole environments."""
         request = {"argv": [*map(str, words)], "environs": environs, "folder": str(self._folder)}
         assert self.process.stdin
         assert self.process.stdout

@@ -1,10 +1,13 @@
 """The plug-in for Lightning and what its entry points do."""
 
 import os
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
 
 import pytest
+
+from .script_runs import Run, ScriptServer, script_server
+
+Python = Callable[[str, dict[str, str]], Run]
 
 UNEVEN = {
     "RANK": "5",
@@ -30,16 +33,26 @@ EVEN = {
 }
 
 
-def python(code: str, environ: dict[str, str]) -> "subprocess.CompletedProcess[str]":
-    """In a process of its own: the plug-in changes Lightning's classes."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in UNEVEN and not name.startswith("SLURM_")
-    }
-    return subprocess.run(
-        [sys.executable, "-c", code], env={**kept, **environ}, capture_output=True, text=True
-    )
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptServer]:
+    """Has imported Lightning, which takes seconds, once for all tests."""
+    with script_server(tmp_path_factory.mktemp("lightning")) as running:
+        yield running
+
+
+@pytest.fixture
+def python(server: ScriptServer) -> Python:
+    """``python(code, environ)`` in a process of its own: the plug-in changes Lightning."""
+
+    def run(code: str, environ: dict[str, str]) -> Run:
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in UNEVEN and not name.startswith("SLURM_")
+        }
+        return server.run_in([{**kept, **environ}], ["-c", code])
+
+    return run
 
 
 REPORT = """
@@ -56,21 +69,22 @@ e.validate_settings(1, 3)
 """
 
 
-def test_uneven_world_is_the_launchers() -> None:
+def test_uneven_world_is_the_launchers(python: Python) -> None:
     done = python(REPORT, {**UNEVEN, "DDP_SLURM_SHARES": "4,5(x2),14(x4)"})
-    assert done.stdout.splitlines()[-1] == (
+    assert done.statuses == [0]
+    assert (
         "7 5 2 2 127.0.0.1 29511 3 [4, 5, 5, 14, 14, 14, 14] "
-        "{'num_replicas': 7, 'rank': 5} cpu DdpSlurmEnvironment"
-    ), done.stderr
+        "{'num_replicas': 7, 'rank': 5} cpu DdpSlurmEnvironment\n"
+    ) in done.output
 
 
-def test_even_world_keeps_the_check_of_lightning() -> None:
+def test_even_world_keeps_the_check_of_lightning(python: Python) -> None:
     done = python(REPORT, EVEN)
     assert (
         "Trainer(devices=1, num_nodes=3) makes 3 ranks, the launcher started 4, 2 on this node"
-        in done.stderr
+        in done.output
     )
-    assert "{'num_replicas': 3, 'rank': 2}" in done.stdout
+    assert "{'num_replicas': 3, 'rank': 2}" in done.output
 
 
 ALONE = """
@@ -92,12 +106,12 @@ print("trained")
     ("environ", "words"), [(UNEVEN, "the Trainer has 1 ranks, the launcher started 7"), ({}, "")]
 )
 def test_trainer_and_fabric_that_would_train_alone_are_refused(
-    environ: dict[str, str], words: str
+    python: Python, environ: dict[str, str], words: str
 ) -> None:
     done = python(ALONE, environ)
-    assert words in done.stderr
-    assert ("the Fabric has 1 ranks, the launcher started 7" in done.stdout) is bool(environ)
-    assert ("trained" in done.stdout) is not bool(environ)
+    assert words in done.output
+    assert ("the Fabric has 1 ranks, the launcher started 7" in done.output) is bool(environ)
+    assert ("trained" in done.output) is not bool(environ)
 
 
 SHARES = """
@@ -107,13 +121,13 @@ print(DdpSlurmEnvironment().planned_shares(70))
 
 
 @pytest.mark.parametrize("balance", ["measured", "adaptive"])
-def test_measured_shares_are_refused(balance: str) -> None:
+def test_measured_shares_are_refused(python: Python, balance: str) -> None:
     done = python(SHARES, {**UNEVEN, "DDP_SLURM_BALANCE": balance})
-    assert done.returncode != 0
-    assert "needs its shares before the ranks meet" in done.stderr
+    assert done.statuses != [0]
+    assert "needs its shares before the ranks meet" in done.output
 
 
-def test_a_variable_that_lightning_needs_is_named() -> None:
+def test_a_variable_that_lightning_needs_is_named(python: Python) -> None:
     four = {name: UNEVEN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     done = python("from ddp_slurm.lightning import *; DdpSlurmEnvironment().local_rank()", four)
-    assert "LOCAL_RANK is not set, and it is needed before the ranks meet" in done.stderr
+    assert "LOCAL_RANK is not set, and it is needed before the ranks meet" in done.output
