@@ -17,7 +17,6 @@ from ddp_slurm.slurm_client.records import (
     PartitionRecord,
     read_nodes,
     read_partitions,
-    unavailable_words,
 )
 from ddp_slurm.user import group_names, user_name
 
@@ -145,12 +144,9 @@ def _open_partitions(
 
 
 def _why_unusable(node: NodeRecord, open_partitions: list[PartitionRecord]) -> str | None:
-    if unavailable_words(node.state):
-        reason = f": {node.reason}" if node.reason else ""
-        return f"its state is {node.state}{reason}"
-    if not open_partitions:
-        return f"no open partition has it (Partitions={','.join(node.partitions)})"
-    return None
+    if node.why_unavailable or open_partitions:
+        return node.why_unavailable
+    return f"no open partition has it (Partitions={','.join(node.partitions)})"
 
 
 def _node(record: NodeRecord, partition: PartitionRecord) -> tuple[Node, list[str]]:

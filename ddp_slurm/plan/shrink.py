@@ -9,7 +9,7 @@ from ddp_slurm.job.options import JobOptions
 from ddp_slurm.job.values import AUTO
 from ddp_slurm.plan.plan import PlanError
 from ddp_slurm.slurm_client.commands import ask_slurm
-from ddp_slurm.slurm_client.records import NodeRecord, read_nodes, unavailable_words
+from ddp_slurm.slurm_client.records import NodeRecord, read_nodes
 
 SHOW_NODES = ("scontrol", "--all", "show", "node")
 """With --all also the nodes of hidden partitions."""
@@ -62,8 +62,4 @@ def usable_part(cluster: Cluster, options: JobOptions, records: Sequence[NodeRec
 
 
 def _why_unusable(record: NodeRecord | None) -> str | None:
-    if record is None:
-        return "Slurm does not know it"
-    if not unavailable_words(record.state):
-        return None
-    return f"its state is {record.state}" + (f": {record.reason}" if record.reason else "")
+    return record.why_unavailable if record else "Slurm does not know it"

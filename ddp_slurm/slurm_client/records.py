@@ -190,6 +190,13 @@ class NodeRecord(NamedTuple):
         """How many GPUs slurm.conf gives the node."""
         return sum(gres.number for gres in self.gres if gres.name == "gpu")
 
+    @property
+    def why_unavailable(self) -> str | None:
+        """Its state and Slurm's reason where no new job starts there; None where jobs start."""
+        if not unavailable_words(self.state):
+            return None
+        return f"its state is {self.state}" + (f": {self.reason}" if self.reason else "")
+
 
 def read_nodes(text: str) -> list[NodeRecord]:
     """The nodes of ``scontrol show node``, with or without ``-o``."""
