@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ddp_slurm.training.graphs import capture, choice
+from ddp_slurm.training.graphs import capture, choice, python_side
 from ddp_slurm.training.trainer import step
 
 from .trainer_worker import Report, Run, train
@@ -18,12 +18,14 @@ from .worlds import world
 class Stand:
     """What stands in for CUDA.
 
-    ``error`` is raised by every capture; ``seconds`` are those of a step without and with graphs.
+    ``error`` is raised by every capture; ``seconds`` are those of a step without and with graphs;
+    with ``has_dropout`` the CPU's random numbers stand for the GPU's.
     """
 
     error: str | None = None
     waits: bool = False
     seconds: tuple[float, float] | None = None
+    has_dropout: bool = False
 
 
 @dataclass
@@ -58,6 +60,8 @@ def pretend(stand: Stand) -> Calls:
     capture.new_pool = object
     capture.watch_for_waiting = watch
     step.reason_of_device = lambda device: None
+    if stand.has_dropout:
+        python_side.CpuRandomness.was_drawn = lambda self: False  # type: ignore[method-assign]
     if stand.seconds:
         _pretend_time(*stand.seconds)
     return calls

@@ -4,6 +4,7 @@ On CPUs a graph is the function that was captured, see graphs_worker; ``benchmar
 the same comparisons with real graphs on GPUs.
 """
 
+import random
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ddp_slurm.errors import DdpSlurmError
-from ddp_slurm.training import TrainerConfig
+from ddp_slurm.training import Trainer, TrainerConfig, World, init_distributed
+from ddp_slurm.training.data import ResidentTensors
 from ddp_slurm.training.graphs import capture
 from ddp_slurm.training.graphs.compute import GraphedCompute, reason_of_model
 from ddp_slurm.training.memory.out_of_memory import is_out_of_memory
@@ -22,7 +24,7 @@ from ddp_slurm.training.uneven.weighted_loss import WeightedLoss
 
 from .graphs_worker import Stand, pretend, run_graphed
 from .trainer_worker import Run, reference, relative_error, run, train
-from .workers import flat, make_model
+from .workers import CLASSES, FEATURES, flat, make_data, make_model
 from .worlds import run_world, world
 
 ON = {"graphs": "on", "check_loss": False}
@@ -81,7 +83,7 @@ def test_graphs_change_no_statistic_and_no_random_number(tmp_path: Path) -> None
     [first, _], _, _ = run_graphed(tmp_path / "first", (1, 1), stopped)
     assert not first.finished
     resumed = Run((3, 5), tmp_path / "s.pt", epochs=5, options=ON)
-    reports, calls, _ = run_graphed(tmp_path / "second", (1, 1), resumed)
+    reports, calls, _ = run_graphed(tmp_path / "second", (1, 1), resumed, Stand(has_dropout=True))
     assert [each.captures for each in calls] == [1, 1]
     for report, other in zip(reports, expected, strict=True):
         assert report.own_batchnorm == pytest.approx(other.own_batchnorm, rel=1e-9)
@@ -136,12 +138,18 @@ class Summing(nn.Module):
         (self.weight * inputs.sum() * factor).backward()  # type: ignore[no-untyped-call]
 
 
+VARY = "the shapes of the batches vary, or numbers in the model"
 SIZES = [
     # sizes of the steps; the step at which the shares change; captures; reasons
     ([3] * 6, None, 1, []),
     ([3] * 6, 4, 1, []),
     ([3] * 8, 4, 2, []),
-    ([n for n in range(1, 9) for _ in range(3)], None, 4, ["the shapes of the batches vary"]),
+    (
+        [n for n in range(1, 9) for _ in range(3)],
+        None,
+        4,
+        [VARY],
+    ),
 ]
 
 
@@ -206,6 +214,136 @@ def test_graphs_out_of_memory_takes_the_step_again(tmp_path: Path) -> None:
 
 def test_graphs_are_captured_again_for_new_sizes(tmp_path: Path) -> None:
     run_world(tmp_path, (1,), summed)
+
+
+class Moody(Summing):
+    """Does something in Python while it runs."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.calls, self.rate = kind, 0, 0.1
+
+    def forward(self, inputs: Tensor, targets: Tensor, factor: Tensor) -> None:
+        super().forward(inputs, targets, factor)
+        if self.kind == "random":
+            random.random()
+        elif self.kind == "torch":
+            torch.rand(())
+        elif self.kind == "counts":
+            self.calls += 1
+
+
+def moody(pipe: Any) -> None:
+    cases = [
+        ("random", ["the model draws random numbers on the CPU"]),
+        ("torch", ["the model draws random numbers on the CPU"]),
+        ("hook", ["the module inner has a hook"]),
+        ("nothing", []),
+    ]
+    for kind, expected in cases:
+        calls, model, reasons = pretend(Stand()), Moody(kind), []
+        model.add_module("inner", nn.Identity())
+        if kind == "hook":
+            model.inner.register_forward_hook(lambda *args: None)
+        compute = GraphedCompute(model, reasons.append, _refuse)
+        for _ in range(5):
+            take_a_step(compute)
+        assert (calls.captures, reasons) == (0 if expected else 1, expected)
+
+
+def changed_outside(pipe: Any) -> None:
+    calls, model = pretend(Stand()), Moody("nothing")
+    model.frozen = nn.Parameter(torch.zeros(2))
+    compute = GraphedCompute(model, _unexpected, _refuse)
+    for step in range(10):
+        if step == 4:
+            model.rate = 0.2
+        take_a_step(compute)
+    assert calls.captures == 2
+    model.frozen.requires_grad_(False)
+    take_a_step(compute)
+    assert model.frozen.grad is None
+    assert model.weight.grad is not None
+    model.new = "an attribute"
+    del model.rate
+    for _ in range(4):
+        take_a_step(compute)
+    assert calls.captures == 3
+
+
+def counted(pipe: Any) -> None:
+    """A number that changes in each step never gets as far as a capture."""
+    calls = pretend(Stand())
+    compute = GraphedCompute(Moody("counts"), _unexpected, _refuse)
+    for _ in range(6):
+        take_a_step(compute)
+    assert calls.captures == 0
+
+
+def take_a_step(compute: GraphedCompute) -> None:
+    compute.begin_step()
+    inputs = torch.ones(3)
+    compute([(inputs, inputs)], torch.tensor(0.5, dtype=torch.float64), is_whole=True)
+    assert compute.flat.buffers[0][0].item() == 1.5
+
+
+def _unexpected(reason: str) -> None:
+    raise AssertionError(reason)
+
+
+@pytest.mark.parametrize("case", [moody, changed_outside, counted])
+def test_what_a_model_does_in_python_is_not_frozen(
+    tmp_path: Path, case: Callable[[Any], None]
+) -> None:
+    run_world(tmp_path, (1,), case)
+
+
+class Partial(nn.Module):
+    """Uses one of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.used, self.unused = nn.Linear(FEATURES, CLASSES), nn.Linear(2, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.used(inputs)
+        return outputs
+
+
+def trained(world: World, case: str, graphs: str) -> Tensor:
+    model = Partial()
+    if case == "hook":
+        model.used.weight.register_hook(lambda gradient: 0.1 * gradient)
+        del model.unused
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    data = ResidentTensors(*make_data(44, torch.float32), world.device)
+    settings: dict[str, Any] = {"global_batch": 8, "total_epochs": 3, "check_loss": False}
+    Trainer(
+        world, model, optimizer, nn.functional.cross_entropy, data, graphs=graphs, **settings
+    ).train()
+    return flat(model.parameters())
+
+
+def trained_beside(pipe: Any, case: str) -> None:
+    pretend(Stand())
+    with init_distributed() as world:
+        assert torch.equal(trained(world, case, "on"), trained(world, case, "off"))
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("unused", "the parameter unused.weight gets no gradient"),
+        ("hook", "the parameter used.weight has a hook"),
+    ],
+)
+def test_parameter_whose_gradient_a_graph_would_change(
+    tmp_path: Path, case: str, reason: str
+) -> None:
+    with world(tmp_path, (1,), trained_beside, case) as running:
+        assert running.wait() == [0], running.all_logs()
+        assert running.log(0).count(f"graphs: none, since {reason}") == 1
 
 
 def compiled(model: nn.Module) -> nn.Module:

@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
+from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.training import BalancedSampler, Trainer, TrainerConfig, init_distributed
 
 from .trainer_worker import Run, full_disk, reference, relative_error, run, train
@@ -113,6 +114,32 @@ def test_trainer_records_the_loss_of_all_samples(tmp_path: Path) -> None:
         scheduler.step()
         loss_sum += loss.item() * len(order)
     assert training["loss"] == pytest.approx(loss_sum / 44, rel=1e-6)
+
+
+class LearnedScale(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(self.scale * outputs, targets)
+
+
+def refuses_foreign_parameters(pipe: Connection) -> None:
+    data = TensorDataset(*make_data(44, torch.float32))
+    with init_distributed() as world:
+        model = make_model(torch.float32)
+        of_another = torch.optim.SGD(make_model(torch.float32).parameters(), lr=0.1)
+        own = torch.optim.SGD(model.parameters(), lr=0.1)
+        settings: dict[str, Any] = {"global_batch": 8, "total_epochs": 1}
+        with pytest.raises(DdpSlurmError, match=r"4 parameters that are not .* shape \(8, 6\)"):
+            Trainer(world, model, of_another, cross_entropy, data, **settings)
+        with pytest.raises(DdpSlurmError, match=r"1 parameters that are not .* shape \(\)"):
+            Trainer(world, model, own, LearnedScale(), data, **settings)
+
+
+def test_trainer_refuses_parameters_outside_of_the_model(tmp_path: Path) -> None:
+    run_world(tmp_path, (1,), refuses_foreign_parameters)
 
 
 def test_training_imports_no_jinja2_rich_or_torchvision() -> None:

@@ -74,7 +74,7 @@ class Graphs:
     ) -> None:
         """Give the parameters the gradient of the whole global batch. While ``in_use``."""
         assert self._compute is not None
-        self._compute.flat.give_to_parameters()
+        self._compute.begin_step()
         with clock.part():
             self._compute(parts, factor, is_whole=is_whole)
         if self._world.world_size > 1:
@@ -112,7 +112,16 @@ class Graphs:
 
     def _begin_graphs(self) -> None:
         before = WARM_UP if self._mode == "on" else WARM_UP + TIMED
-        self.in_use = self._steps >= before
+        if self.in_use or self._steps < before:
+            return
+        assert self._compute is not None
+        reasons = all_gather_values(self._compute.reason_of_gradients(), self._world.control)
+        found = [reason for reason in reasons if reason is not None]
+        if found:
+            self._report(f"graphs: none, since {found[0]}")
+            self._compute = None
+            return
+        self.in_use = True
 
     def _now(self) -> float:
         wait_for_device(self._world.device)

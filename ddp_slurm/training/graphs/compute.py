@@ -11,6 +11,12 @@ from torch.func import functional_call
 
 from ddp_slurm.training.graphs import capture
 from ddp_slurm.training.graphs.flat import FlatGradients
+from ddp_slurm.training.graphs.python_side import (
+    CpuRandomness,
+    PlainValues,
+    reason_of_gradients,
+    reason_of_hooks,
+)
 from ddp_slurm.training.memory.out_of_memory import free_memory
 from ddp_slurm.training.memory.passes import evenly
 
@@ -45,6 +51,8 @@ class GraphedCompute:
     ) -> None:
         self.flat = FlatGradients(dict(forward_backward.named_parameters()))
         self._forward_backward = forward_backward
+        self._plain_values = PlainValues(forward_backward)
+        self._values = self._plain_values.now()
         self._failed = failed
         self._ran_out = ran_out
         self._may_capture = True
@@ -52,6 +60,21 @@ class GraphedCompute:
         self._pool: Any = None
         self._seen: Counter[Key] = Counter()
         self._captures, self._replays = 0, 0
+
+    def reason_of_gradients(self) -> str | None:
+        """Why graphs would give some parameter another gradient than the step before had."""
+        return reason_of_gradients(self._forward_backward)
+
+    def begin_step(self) -> None:
+        """Give the parameters their gradients; forget graphs of a model that has changed."""
+        values = self._plain_values.now()
+        if values != self._values:
+            self._values = values
+            self.forget()
+            for parameter in self._forward_backward.parameters():
+                parameter.grad = None
+            self.flat = FlatGradients(dict(self._forward_backward.named_parameters()))
+        self.flat.give_to_parameters()
 
     def __call__(
         self, parts: Sequence[tuple[Tensor, Tensor]], factor: Tensor, *, is_whole: bool
@@ -122,15 +145,27 @@ class GraphedCompute:
         if self._seen[key] < WATCHED:
             self._run(inputs, targets, factor)
         elif self._seen[key] == WATCHED:
-            with capture.watch_for_waiting() as places:
-                self._run(inputs, targets, factor)
-            if places:
-                self._give_up(f"the step waits for the GPU at {places[0]}")
+            self._watch(inputs, targets, factor)
         elif self._captures >= MOST_CAPTURES and self._replays < LEAST_REPLAYS * self._captures:
-            self._give_up("the shapes of the batches vary")
+            self._give_up("the shapes of the batches vary, or numbers in the model")
             self._run(inputs, targets, factor)
         else:
             self._capture(inputs, targets, factor)
+
+    def _watch(self, inputs: Tensor, targets: Tensor, factor: Tensor) -> None:
+        """Run it, and look for what a graph would not do again."""
+        reason = reason_of_hooks(self._forward_backward)
+        randomness = CpuRandomness()
+        with capture.watch_for_waiting() as places:
+            self._run(inputs, targets, factor)
+        if places:
+            reason = f"the step waits for the GPU at {places[0]}"
+        elif randomness.was_drawn():
+            reason = "the model draws random numbers on the CPU"
+        elif self._plain_values.now() != self._values:
+            reason = "the model changes its attributes in each step"
+        if reason is not None:
+            self._give_up(reason)
 
     def _capture(self, inputs: Tensor, targets: Tensor, factor: Tensor) -> None:
         """Capture this micro-batch and run it, in either way."""

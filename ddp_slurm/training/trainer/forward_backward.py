@@ -22,6 +22,8 @@ class ForwardBackward(nn.Module):
         self._loss = loss
         self._precision = precision
         self._loss_sum = loss_sum
+        if isinstance(loss.function, nn.Module):  # its numbers are part of a graph too
+            self.loss_module = loss.function
         # one of the buffers, so that a pass can be taken back
         self.register_buffer("loss_sums", loss_sum.sums, persistent=False)
 

@@ -43,6 +43,24 @@ def check_unwrapped(model: nn.Module) -> None:
         )
 
 
+def check_parameters(model: nn.Module, loss_function: object, optimizer: Optimizer) -> None:
+    """Raises DdpSlurmError for parameters outside of the model.
+
+    DistributedDataParallel would not sum their gradients, and a snapshot would not have them.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    used = [each for group in optimizer.param_groups for each in group["params"]]
+    if isinstance(loss_function, nn.Module):
+        used += [each for each in loss_function.parameters() if each.requires_grad]
+    shapes = [str(tuple(each.shape)) for each in used if id(each) not in own]
+    if shapes:
+        raise DdpSlurmError(
+            f"the optimizer or the loss function has {len(shapes)} parameters that are not the "
+            f"model's, the first one of the shape {shapes[0]}: make them a part of the model, and "
+            "make the optimizer after the model is complete"
+        )
+
+
 def check_scaler(precision: Precision) -> None:
     """Raises DdpSlurmError for fp16 with a ``--comm`` that it spoils: its loss scaler lets single
     ranks skip steps, and infinities would stay in PowerSGD's memory."""

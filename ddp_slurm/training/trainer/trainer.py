@@ -25,7 +25,12 @@ from ddp_slurm.training.trainer.records import Records, open_recorder
 from ddp_slurm.training.trainer.report import print_prediction, print_rank_table, say
 from ddp_slurm.training.trainer.saver import Saver
 from ddp_slurm.training.trainer.split import choose_split
-from ddp_slurm.training.trainer.step import OptimizerStep, check_scaler, check_unwrapped
+from ddp_slurm.training.trainer.step import (
+    OptimizerStep,
+    check_parameters,
+    check_scaler,
+    check_unwrapped,
+)
 from ddp_slurm.training.uneven.batchnorm import BatchNormStatistics
 from ddp_slurm.training.uneven.calibrate import TrainingStep
 from ddp_slurm.training.uneven.gradients import LossFunction
@@ -66,7 +71,7 @@ class Trainer:
         settings: fields of TrainerConfig, instead of ``config`` or in place of some of its values.
 
     Raises a DdpSlurmError (BalanceError, DataError, PrecisionError) on every rank for settings
-    that do not fit the world or the data.
+    that do not fit the world or the data, and for trained parameters outside of the model.
     """
 
     def __init__(
@@ -82,6 +87,7 @@ class Trainer:
     ) -> None:
         config = replace(config, **settings) if config else TrainerConfig(**settings)
         check_unwrapped(model)
+        check_parameters(model, loss_function, optimizer)
         self.world = world
         self.module = model
         self.optimizer = optimizer
