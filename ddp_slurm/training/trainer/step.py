@@ -34,20 +34,16 @@ from ddp_slurm.training.uneven.gradients import (
 from ddp_slurm.training.uneven.weighted_loss import WeightedLoss
 
 
-def check_unwrapped(model: nn.Module) -> None:
-    """Raises DdpSlurmError for a model that is wrapped already."""
+def check_model(model: nn.Module, loss_function: object, optimizer: Optimizer) -> None:
+    """Raises DdpSlurmError for a model that is wrapped already, and for parameters outside of it.
+
+    DistributedDataParallel would not sum their gradients, and a snapshot would not have them.
+    """
     if find_ddp(model) is not None:
         raise DdpSlurmError(
             f"the model, a {type(model).__name__}, has DistributedDataParallel in it; pass it "
             "without: the Trainer adds it"
         )
-
-
-def check_parameters(model: nn.Module, loss_function: object, optimizer: Optimizer) -> None:
-    """Raises DdpSlurmError for parameters outside of the model.
-
-    DistributedDataParallel would not sum their gradients, and a snapshot would not have them.
-    """
     own = {id(parameter) for parameter in model.parameters()}
     used = [each for group in optimizer.param_groups for each in group["params"]]
     if isinstance(loss_function, nn.Module):

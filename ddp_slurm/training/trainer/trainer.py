@@ -25,12 +25,7 @@ from ddp_slurm.training.trainer.records import Records, open_recorder
 from ddp_slurm.training.trainer.report import print_prediction, print_rank_table, say
 from ddp_slurm.training.trainer.saver import Saver
 from ddp_slurm.training.trainer.split import choose_split
-from ddp_slurm.training.trainer.step import (
-    OptimizerStep,
-    check_parameters,
-    check_scaler,
-    check_unwrapped,
-)
+from ddp_slurm.training.trainer.step import OptimizerStep, check_model, check_scaler
 from ddp_slurm.training.uneven.batchnorm import BatchNormStatistics
 from ddp_slurm.training.uneven.calibrate import TrainingStep
 from ddp_slurm.training.uneven.gradients import LossFunction
@@ -86,8 +81,7 @@ class Trainer:
         **settings: Any,
     ) -> None:
         config = replace(config, **settings) if config else TrainerConfig(**settings)
-        check_unwrapped(model)
-        check_parameters(model, loss_function, optimizer)
+        check_model(model, loss_function, optimizer)
         self.world = world
         self.module = model
         self.optimizer = optimizer
