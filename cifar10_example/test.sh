@@ -145,6 +145,7 @@ _ddp_requeue() {
   local answer give_up=$((SECONDS + 600))
   trap '' TERM # which Slurm sends once it has accepted
   until answer=$(timeout 60 scontrol requeue "$SLURM_JOB_ID" 2>&1); do
+    [[ $? -ne 127 ]] || give_up=0 # this node has no scontrol
     [[ $(_ddp_fate) != requeued ]] || break # accepted, but the answer was lost
     if [[ $SECONDS -ge $give_up || $answer == *@(disabled|denied|Invalid)* ]]; then
       _ddp_say "not requeued: $answer"
@@ -238,10 +239,13 @@ _ddp_watch_first_component() {
   unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_NNODES SLURM_NODELIST SLURM_JOB_NODELIST
   unset SLURM_JOB_NUM_NODES SLURM_JOB_CPUS_PER_NODE SLURM_MEM_PER_NODE
   export -f _ddp_components _ddp_requeue_with_first_component
-  # Slurm 20.11 starts this step beside the ranks' one, but not theirs beside this one.
-  until squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i | grep -q '[.][0-9]'; do
-    sleep 5
-  done
+  # Slurm 20.11 starts this step beside the ranks' one, but no later step beside this one.
+  if [[ $(srun --version) == "slurm 20."* ]]; then
+    [[ $1 == srun ]] || return 0 # torchrun has a step for each attempt
+    until squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i | grep -q '[.][0-9]'; do
+      sleep 5
+    done
+  fi
   exec srun --het-group=1 --overlap --nodes=1 --ntasks=1 --cpus-per-task=1 --gres=none --mem=0 \
     --mpi=none bash -c _ddp_requeue_with_first_component
 }
@@ -442,6 +446,10 @@ if [[ $_ddp_restarts -gt 3 ]]; then
   exit 75
 fi
 _ddp_wait_for_components
+# Its messages, such as of its end together with the script, are not about the ranks.
+_ddp_watch_first_component srun </dev/null >/dev/null 2>&1 &
+_ddp_watch=$!
+disown "$_ddp_watch" # bash would report that it is killed at the end
 
 # By this the ranks recognise each other when they meet. Made here, since Slurm keeps this file, and
 # before anything can switch on tracing.
@@ -489,10 +497,6 @@ _ddp_start_ranks() {
 _ddp_note_log_size
 _ddp_start_ranks &
 _ddp_step=$!
-# Its messages, such as of its end together with the script, are not about the ranks.
-_ddp_watch_first_component </dev/null >/dev/null 2>&1 &
-_ddp_watch=$!
-disown "$_ddp_watch" # bash would report that it is killed at the end
 _ddp_wait_for_step "$_ddp_step"
 [[ $_ddp_status -eq 0 ]] || _ddp_name_ranks
 _ddp_end
