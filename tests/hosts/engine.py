@@ -48,8 +48,7 @@ class Engine:
         return self.docker("ps", "--format", "{{.Names}}").split()
 
     def check_nothing_is_left(self) -> None:
-        """No container runs, and those that ran are removed, which takes a slow disk a moment."""
-        assert self.containers() == []
+        """All containers are removed, which takes a busy machine a moment."""
         wait_until(lambda: self.docker("ps", "--all", "--quiet") == "", "the removal")
 
 
