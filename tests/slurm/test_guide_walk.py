@@ -151,6 +151,8 @@ def _type(running: SystemdMachines, name: str, block: Block) -> str:
     text = block.text.replace("REPOSITORY", "/srv/repository")
     if "its own name instead of alpha" in text:
         text = text.replace("set-hostname alpha", f"set-hostname {name}")
+    if "ddp-slurm doctor" in text:  # a node just resumed does not respond until it is asked
+        running.type(name, r"while sinfo -h -o %T | grep '\*'; do sleep 1; done")
     done = running.type(name, text)
     problem = f"line {block.line} on {name}:\n{text}\n{done.stdout}"
     if "ddp-slurm doctor" in text:
