@@ -311,7 +311,7 @@ STARTS = (
     Fault(
         "beta",
         "sudo sed -i s/:6817/:6999/ /etc/default/slurmd; sudo systemctl restart slurmd; "
-        "while pidof slurmd; do sleep 1; done",
+        "until systemctl is-failed slurmd; do sleep 1; done",
         "slurmd",
         "slurmd is not running; its last error: ",
         "ddp-slurm cluster install --step slurmd",
@@ -368,7 +368,7 @@ REPORTED = (
     ),
     Fault(  # github.com/BiBiServ/bibigrid/issues/705
         "beta",
-        "sudo rm /dev/nvidia0; sudo systemctl restart slurmd; while pidof slurmd; do sleep 1; done",
+        "sudo rm /dev/nvidia0; sudo systemctl restart slurmd; until systemctl is-failed slurmd; do sleep 1; done",
         "slurmd",
         "can't stat gres.conf file /dev/nvidia0",
         "ddp-slurm cluster install --step slurmd",
