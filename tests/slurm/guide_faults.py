@@ -368,7 +368,8 @@ REPORTED = (
     ),
     Fault(  # github.com/BiBiServ/bibigrid/issues/705
         "beta",
-        "sudo rm /dev/nvidia0; sudo systemctl restart slurmd; until systemctl is-failed slurmd; do sleep 1; done",
+        "sudo rm /dev/nvidia0; sudo systemctl restart slurmd; "
+        "until systemctl is-failed slurmd; do sleep 1; done",
         "slurmd",
         "can't stat gres.conf file /dev/nvidia0",
         "ddp-slurm cluster install --step slurmd",
