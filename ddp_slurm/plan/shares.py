@@ -7,7 +7,7 @@ from ddp_slurm.curve import Curve
 from ddp_slurm.job.options import JobOptions
 from ddp_slurm.job.speeds import Speed
 from ddp_slurm.job_env import ADAPTIVE, MEASURED
-from ddp_slurm.plan.plan import Component, PlanError, PlannedRank, ranks_of
+from ddp_slurm.plan.plan import Component, Plan, PlanError, PlannedRank, ranks_of
 
 
 def planned_shares(components: Sequence[Component], options: JobOptions) -> tuple[int, ...] | None:
@@ -31,7 +31,7 @@ def _by_speed(batch: int, components: Sequence[Component], options: JobOptions) 
     if sum(limits) < batch:
         raise PlanError(
             f"{options.balance}: the max_batch of all ranks add up to {sum(limits)}, less than the "
-            f"global batch of {batch}"
+            f"global batch of {batch}, and a script under --uneven runs its whole share at once"
         )
     return split_batch(batch, [curve for curve, _ in ranks], limits)
 
@@ -41,12 +41,36 @@ def curve_and_limit(
 ) -> tuple[Curve, int | None]:
     """Seconds of the rank's step against its samples, and the most samples that it can take.
 
-    Raises PlanError for a rank whose speed is not known.
+    A share above what the memory holds at once is predicted in several passes, as the Trainer runs
+    it; only an unmodified script (``--uneven``) cannot. Raises PlanError for a rank whose speed is
+    not known.
     """
-    gpus = components[rank.component].gpus_per_node if options.ranks == "node" else 1
+    gpus = _gpus_of(rank, components, options)
     speed = _speed(rank, options)
-    limit = None if speed.max_batch is None else speed.max_batch * gpus
-    return speed.curve.shared_by(gpus), limit
+    if speed.max_batch is None:
+        return speed.curve.shared_by(gpus), None
+    if options.uneven:
+        return speed.curve.shared_by(gpus), speed.max_batch * gpus
+    return speed.curve.in_passes_of(speed.max_batch).shared_by(gpus), None
+
+
+def passes(plan: Plan) -> list[tuple[PlannedRank, int, int]]:
+    """The ranks that take their share in several passes: each with their number, and the most
+    samples at once."""
+    options = plan.options
+    if options.balance.file is None or plan.shares is None:
+        return []
+    found = []
+    for rank in plan.ranks():
+        most = _speed(rank, options).max_batch
+        if most is not None and rank.share:
+            most *= _gpus_of(rank, plan.components, options)
+            found.append((rank, -(-rank.share // most), most))
+    return [one for one in found if one[1] > 1]
+
+
+def _gpus_of(rank: PlannedRank, components: Sequence[Component], options: JobOptions) -> int:
+    return components[rank.component].gpus_per_node if options.ranks == "node" else 1
 
 
 def _speed(rank: PlannedRank, options: JobOptions) -> Speed:

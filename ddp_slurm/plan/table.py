@@ -7,8 +7,10 @@ from ddp_slurm.errors import counted
 from ddp_slurm.plan import Component, Plan
 from ddp_slurm.plan.forecast_text import faster_line, forecast_text
 from ddp_slurm.plan.prediction import Choice, forecast
+from ddp_slurm.plan.shares import passes
 
 HEADER = ("RANKS", "NODE", "GPUS", "CPUS/RANK", "MEMORY", "PARTITION", "SHARES")
+MOST_NAMED = 8
 PREDICTED = ("COMPUTE MS", "BUSY %")
 
 
@@ -29,11 +31,25 @@ def plan_table(plan: Plan) -> str:
             rows.append(row + (_predicted(predicted.plan, first, end) if predicted else ()))
             first = end
     text = f"{table(rows)}\n{plan.size} in {counted(len(plan.components), 'component')}\n"
+    text += _passes_line(plan)
     if predicted is None:
         return text
     faster = faster_line(predicted)
     start = f"{faster}\n" if faster else ""
     return f"{start}{text}{forecast_text(predicted, plan.options.balance)}"
+
+
+def _passes_line(plan: Plan) -> str:
+    """The ranks whose share their memory does not hold at once; empty where all do."""
+    found = passes(plan)
+    if not found:
+        return ""
+    named = [f"rank {rank.rank} {number} of {most}" for rank, number, most in found[:MOST_NAMED]]
+    more = f" and {len(found) - MOST_NAMED} ranks more" if len(found) > MOST_NAMED else ""
+    return (
+        f"shares above max_batch, in passes of at most so many samples: {', '.join(named)}{more}. "
+        "The Trainer runs them so; a loop of your own needs world.micro_batch\n"
+    )
 
 
 def _predicted(choice: Choice, first: int, end: int) -> tuple[str, str]:

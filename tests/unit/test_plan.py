@@ -10,6 +10,9 @@ from ddp_slurm.cluster import Cluster
 from ddp_slurm.job.options import JobOptions
 from ddp_slurm.job.write import job_yaml
 from ddp_slurm.plan import Plan, PlanError, make_plan
+from ddp_slurm.plan.prediction import forecast
+from ddp_slurm.plan.shares import passes
+from ddp_slurm.plan.table import plan_table
 from ddp_slurm.render import render_sbatch
 from ddp_slurm.schema.schema import Invalid
 
@@ -259,24 +262,44 @@ def test_shares_by_a_file_of_speeds(uneven: Path, tmp_path: Path) -> None:
     seconds = [share * beta for share, beta in zip(plan.shares, [4, 2, 2, 1, 1, 1, 1], strict=True)]
     assert max(seconds) == 18, "the least that a step can take: 17 would do for 88 samples"
     assert plan.job_env().to_environ()["DDP_SLURM_BALANCE"] == "planned"
+
+
+MEMORY = (
+    "titan: {beta: 1, max_batch: 10}\nv100: {beta: 1, alpha: 3, max_batch: 20}\n"
+    "a100: {beta: 1, max_batch: 10}\n"
+)
+
+
+def test_script_under_uneven_gets_no_share_above_its_memory(uneven: Path, tmp_path: Path) -> None:
+    speeds = tmp_path / "speeds.yaml"
+    speeds.write_text(MEMORY)
+    given = {"balance": str(speeds), "uneven": True, "command": ("train.py",)}
+    plan = plan_of(uneven, global_batch_size=90, **given)
+    assert plan.shares == (10, 20, 20, 10, 10, 10, 10)
+    assert passes(plan) == []
+    few = plan_of(uneven, nodes="gamma,beta", global_batch_size=3, **given)
+    assert few.shares == (3, 0, 0)
+    with pytest.raises(PlanError, match="add up to 90, less than the global batch of 91"):
+        plan_of(uneven, global_batch_size=91, **given)
+
+
+def test_share_above_the_memory_is_planned_in_passes(uneven: Path, tmp_path: Path) -> None:
+    """Each pass has the fixed cost of a step again."""
+    speeds = tmp_path / "speeds.yaml"
     speeds.write_text(
-        "titan: {beta: 1, max_batch: 10}\nv100: {beta: 1, alpha: 3, max_batch: 20}\n"
-        "a100: {beta: 1, max_batch: 10}\n"
+        "titan: {beta: 1}\nv100: {beta: 1}\na100: {beta: 0.1, alpha: 1, max_batch: 10}\n"
     )
-    assert plan_of(uneven, global_batch_size=90, balance=str(speeds)).shares == (
-        10,
-        20,
-        20,
-        10,
-        10,
-        10,
-        10,
-    )
-    assert plan_of(uneven, nodes="gamma,beta", global_batch_size=3, balance=str(speeds)).shares == (
-        3,
-        0,
-        0,
-    )
+    plan = plan_of(uneven, global_batch_size=460, balance=str(speeds))
+    assert plan.shares == (20, 20, 20, 100, 100, 100, 100), "ten passes of 2 s"
+    assert [(rank.rank, number, most) for rank, number, most in passes(plan)] == [
+        (rank, 10, 10) for rank in (3, 4, 5, 6)
+    ]
+    assert "in passes of at most so many samples: rank 3 10 of 10" in plan_table(plan)
+    predicted = forecast(plan)
+    assert predicted is not None
+    assert predicted.plan.step.compute == pytest.approx(20)
+    chosen = plan_of(uneven, nodes="auto", global_batch_size=460, balance=str(speeds))
+    assert chosen.world_size == 7, "no node is left out because its memory is small"
 
 
 @pytest.mark.parametrize(
@@ -288,11 +311,6 @@ def test_shares_by_a_file_of_speeds(uneven: Path, tmp_path: Path) -> None:
         ),
         ("titan: {beta: -1}\n", "'-1' is not a number of seconds"),
         ("titan: {gamma: 1}\n", "unknown key"),
-        (
-            "titan: {beta: 1, max_batch: 1}\nv100: {beta: 1, max_batch: 1}\n"
-            "a100: {beta: 1, max_batch: 1}\n",
-            "add up to 7",
-        ),
     ],
 )
 def test_speeds_file_errors(uneven: Path, tmp_path: Path, text: str, words: str) -> None:

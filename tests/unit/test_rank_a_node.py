@@ -42,7 +42,7 @@ def test_rank_drives_a_part_of_its_nodes_gpus(uneven: Path) -> None:
     [
         ("gamma: {beta: 0.004}\nbeta: {beta: 0.004}\na100: {beta: 0.004}\n", [10, 20, 40]),
         ("titan: {beta: 0.001}\nv100: {beta: 0.002}\na100: {beta: 0.001}\n", [12, 11, 47]),
-        ("titan: {beta: 1}\nv100: {beta: 1}\na100: {beta: 0.001, max_batch: 10}\n", [10, 20, 40]),
+        ("titan: {beta: 1}\nv100: {beta: 1}\na100: {beta: 0.001, max_batch: 10}\n", [0, 0, 70]),
     ],
 )
 def test_speeds_are_of_one_gpu(

@@ -187,7 +187,7 @@ def test_auto_takes_the_fastest_nodes(uneven: Path) -> None:
         ({"balance": "a100=2,v100=1,titan=1"}, "--nodes auto needs --global-batch-size N"),
         ({"gpus": 3}, "--nodes auto cannot be combined with --gpus"),
         ({"nodes": "auto,delta"}, "--nodes: 'delta' is not a node of cluster 'lab'"),
-        ({"nodes": "auto,gamma"}, "add up to less than the global batch of 2048"),
+        ({"nodes": "auto,gamma", "uneven": True}, "add up to less than the global batch of 2048"),
     ],
 )
 def test_auto_errors(uneven: Path, options: dict[str, Any], message: str) -> None:
