@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import threading
 from collections import OrderedDict, namedtuple
 from typing import Any
 
@@ -26,6 +27,13 @@ class Loader:
         self.shares = list(shares)
         self.is_divided = is_divided
 
+    def __len__(self) -> int:
+        return len(self.shares)
+
+
+class Iterator:
+    """What a script holds while it reads a loader."""
+
 
 def batch(samples: int) -> tuple[Tensor, ...]:
     return (torch.ones(samples, 3),)
@@ -39,7 +47,7 @@ def epoch(ahead: int, shares: list[Share], calls: int = 1, skipped: int = 0) -> 
     delivered = 0
     for index, share in enumerate(shares):
         while delivered < min(len(shares), index + 1 + ahead):
-            feed.deliver(delivery)
+            feed.deliver(delivery, None)
             delivered += 1
         found += [feed.take(batch(share.size), is_training=True) for _ in range(calls)]
     return found
@@ -49,7 +57,7 @@ def epoch(ahead: int, shares: list[Share], calls: int = 1, skipped: int = 0) -> 
 @pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize("skipped", [0, 2])
 def test_share_of_each_batch_is_found(ahead: int, calls: int, skipped: int) -> None:
-    shares = [WHOLE, WHOLE, WHOLE, LAST]
+    shares = [*[WHOLE] * 5, LAST]
     expected = [share for share in shares for _ in range(calls)]
     assert epoch(ahead, shares, calls, skipped) == expected
 
@@ -65,17 +73,79 @@ def test_share_is_found_by_its_turn_if_sizes_are_alike(ahead: int) -> None:
 def test_batch_of_another_size_that_was_read_ahead_is_refused() -> None:
     feed = Feed()
     delivery = Delivery(Loader(WHOLE, LAST))  # type: ignore[arg-type]
-    feed.deliver(delivery)
-    feed.deliver(delivery)
+    feed.deliver(delivery, None)
+    feed.deliver(delivery, None)
     with pytest.raises(UnevenError, match="drop_last=True"):
         feed.take(batch(9), is_training=True)
+
+
+def calls(reader: Iterator, *batches: tuple[Tensor, ...], ahead: int = 0) -> Delivery:
+    """A delivery with four batches read, of which those in turn were used."""
+    delivery = Delivery(Loader(*[WHOLE] * 3, LAST))  # type: ignore[arg-type]
+    delivery.come_from(reader)
+    for index, read in enumerate(batches):
+        delivery.deliver(read)
+        if index >= ahead:
+            delivery.take(batches[index - ahead])
+    return delivery
+
+
+def numbered(samples: int, number: int) -> tuple[Tensor, ...]:
+    return (torch.full((samples, 3), float(number)),)
+
+
+EPOCH = [*(numbered(4, number) for number in range(3)), numbered(1, 3)]
+
+
+def test_batches_that_are_used_again_are_found_by_their_size() -> None:
+    """itertools.cycle, or a list of the batches."""
+    reader = Iterator()
+    delivery = calls(reader, *EPOCH)
+    del reader
+    assert [delivery.take(batch) for batch in EPOCH] == [*[WHOLE] * 3, LAST]
+    with pytest.raises(UnevenError, match="batches of 1, 4 samples, a call with sizes"):
+        delivery.take(batch(8))
+
+
+def test_last_batch_in_two_views_is_not_an_earlier_one() -> None:
+    """Four views have as many samples as an earlier batch."""
+    reader = Iterator()
+    assert calls(reader, *EPOCH).take(batch(4)) == LAST
+    ahead = calls(reader, *EPOCH, ahead=1)
+    with pytest.raises(UnevenError, match="with an earlier one is not known"):
+        ahead.take(batch(4))
+
+
+def test_batches_that_a_thread_reads_ahead_are_found_by_their_size() -> None:
+    reader = Iterator()
+    delivery = Delivery(Loader(WHOLE, WHOLE, LAST))  # type: ignore[arg-type]
+    delivery.come_from(reader)
+    found = []
+    for number in (1, 2):
+        for _ in range(number):
+            thread = threading.Thread(target=delivery.deliver, args=[None])
+            thread.start()
+            thread.join()
+        found.append(delivery.take(batch(4)))
+    assert [*found, delivery.take(batch(1))] == [WHOLE, WHOLE, LAST]
+
+
+def test_batch_after_skipped_ones_is_the_latest() -> None:
+    """A script that resumes in an epoch; whole and last batch have one size."""
+    last = Share(4, 13)
+    delivery = Delivery(Loader(WHOLE, WHOLE, WHOLE, last))  # type: ignore[arg-type]
+    for number in range(3):
+        delivery.deliver(numbered(4, number))
+    assert delivery.take(numbered(4, 2)) == WHOLE
+    delivery.deliver(numbered(4, 3))
+    assert delivery.take(numbered(4, 3)) == last
 
 
 def test_two_loaders_with_unlike_shares_are_refused() -> None:
     for second, is_error in ((Share(8, 56), False), (LAST, True)):
         feed = Feed()
         for share in (WHOLE, second):
-            feed.deliver(Delivery(Loader(share)))  # type: ignore[arg-type]
+            feed.deliver(Delivery(Loader(share)), None)  # type: ignore[arg-type]
         if is_error:
             with pytest.raises(UnevenError, match="two DataLoaders feed one step"):
                 feed.take(batch(4), is_training=True)
@@ -86,8 +156,8 @@ def test_two_loaders_with_unlike_shares_are_refused() -> None:
 def test_loader_of_an_evaluation_does_not_count_as_a_second_one() -> None:
     feed = Feed()
     evaluation = Loader(Share(1, 7), is_divided=False)
-    feed.deliver(Delivery(evaluation))  # type: ignore[arg-type]
-    feed.deliver(Delivery(Loader(WHOLE)))  # type: ignore[arg-type]
+    feed.deliver(Delivery(evaluation), None)  # type: ignore[arg-type]
+    feed.deliver(Delivery(Loader(WHOLE)), None)  # type: ignore[arg-type]
     assert feed.take(batch(4), is_training=True) == WHOLE
 
 
@@ -157,16 +227,12 @@ def test_statistics_have_one_order_on_all_ranks() -> None:
     assert statistics_of(model) == expected
 
 
-class Iterator:
-    """What a script holds while it reads a loader."""
-
-
 def test_evaluation_between_a_batch_and_its_step_is_not_its_source() -> None:
     feed, iterator = Feed(), Iterator()
     training = Delivery(Loader(WHOLE))  # type: ignore[arg-type]
     training.come_from(iterator)
-    feed.deliver(training)
-    feed.deliver(Delivery(Loader(Share(1, 3), is_divided=False)))  # type: ignore[arg-type]
+    feed.deliver(training, None)
+    feed.deliver(Delivery(Loader(Share(1, 3), is_divided=False)), None)  # type: ignore[arg-type]
     assert feed.take(batch(4), is_training=True) == WHOLE
     assert feed.take(batch(4), is_training=False) == Share(1, 3)
     del iterator
@@ -205,42 +271,57 @@ Pair = namedtuple("Pair", "logits hidden")
 def test_outputs_keep_their_kind_and_get_the_factor(make: Any, get: Any) -> None:
     x = torch.ones(3, requires_grad=True)
     made = make(x * 2)
-    output = weighted(made, 0.25)
+    output = weighted(made, CallWeight(lambda: 0.25))
     assert type(output) is type(made)
     get(output).mul_(3).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [1.5] * 3
-    assert weighted(made, 1) is made
 
 
 def test_loss_inside_of_the_outputs_gets_the_factor_once() -> None:
     x = torch.ones(3, requires_grad=True)
     logits = x * 2
-    output = weighted({"loss": logits.sum(), "logits": logits}, 0.5)
+    output = weighted({"loss": logits.sum(), "logits": logits}, CallWeight(lambda: 0.5))
     output["loss"].backward()
     assert x.grad is not None
     assert x.grad.tolist() == [1.0] * 3
 
 
 def test_inputs_get_the_gradient_without_the_factor() -> None:
-    x, weight = torch.ones(3, requires_grad=True), CallWeight()
+    x, weight = torch.ones(3, requires_grad=True), CallWeight(lambda: 0.25)
     kept = [torch.ones(2)]
     (inputs, same), options = unweighted(((x, kept), {"mask": None}), weight)
     assert same is kept
     assert options == {"mask": None}
-    weight.factor = 0.25
-    weighted({"a": inputs * 2}, weight.factor)["a"].sum().backward()
+    weighted({"a": inputs * 2}, weight)["a"].sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [2.0] * 3
 
 
 def test_stand_ins_add_nothing_even_if_their_loss_is_not_finite() -> None:
     x = torch.zeros(3, requires_grad=True)
-    (weighted(x * 2, 0) / 0).sum().backward()
+    (weighted(x * 2, CallWeight(lambda: 0)) / 0).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [0.0] * 3
 
 
 def test_output_whose_tensors_cannot_be_found_is_refused() -> None:
     with pytest.raises(UnevenError, match="the model returns a object"):
-        weighted(object(), 0.5)
+        weighted(object(), CallWeight(lambda: 0.5))
+
+
+@pytest.mark.parametrize(("is_mean", "factor"), [(True, 3 * 4 / 28), (False, 1)])
+def test_weight_waits_for_the_loss_of_a_trainer_that_counts_tokens(
+    is_mean: bool, factor: float
+) -> None:
+    """A compute_loss of the script may take a mean over the samples outside of the model."""
+    from ddp_slurm.training.scripts.modules import Modules
+
+    modules = Modules(3)
+    modules.share = WHOLE
+    modules._set_mean_over_tokens(True)
+    weight = modules.weight()
+    modules._set_mean_over_tokens(False)
+    modules.has_mean_loss = is_mean
+    assert weight is not None
+    assert weight.factor() == pytest.approx(factor)

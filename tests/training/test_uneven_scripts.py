@@ -47,6 +47,8 @@ def difference(server: ScriptServer, words: list[object], *, uneven: bool = True
         ["fabric_loop.py"],
         ["hugging_face.py", "samples"],
         ["hugging_face.py", "tokens"],
+        ["hugging_face.py", "smoothed"],
+        ["hugging_face.py", "own"],
     ],
     ids=" ".join,
 )

@@ -1,14 +1,17 @@
 """Which share of a step's samples the batch is that a DDP module is called with.
 
-Loaders report what they deliver, DDP modules ask. The batch of a call is the one that was delivered
-last, unless somebody reads ahead (Accelerate, a prefetcher on another stream, a list of the batches
-of one optimizer step): then it is found by its number of samples.
+Loaders report what they deliver, DDP modules ask. The batches of an iteration have one share, but
+for an incomplete last one. Once that was delivered, a call may be with it or, if somebody reads
+ahead (Accelerate, a prefetcher, a list of batches), with an earlier one: the values show it, else
+the number of samples, and where neither does the script is refused.
 """
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -34,12 +37,18 @@ class Delivery:
         self.batches = batches
         self.count = 0
         """Batches delivered so far."""
+        self._latest: Any = None
+        self._reader = 0
+        """The thread that reads the loader."""
         self._iterator: Callable[[], object | None] | None = None
         self._shares = batches.shares
         self._skipped = skipped
+        self._known: set[Share] = set()
         self._taken = 0
-        self._first_possible = 0
-        self._reads_ahead: bool | None = None
+        self._ahead: int | None = None
+        """Batches that the script had read before it came to the first."""
+        self._is_in_turn = True
+        """Each batch is used in one call, in the order in which they were delivered."""
 
     def come_from(self, iterator: object) -> None:
         """Note what the script holds as long as it reads these batches."""
@@ -50,10 +59,14 @@ class Delivery:
         """Whether the script holds the iterator no more: it has read to the end, or left."""
         return self._iterator is not None and self._iterator() is None
 
-    def deliver(self) -> Share:
+    def deliver(self, batch: Any) -> Share:
         """Count one more batch. Returns its share."""
         self.count += 1
-        return self._share(self.count - 1)
+        self._latest = batch
+        self._reader = threading.get_ident()
+        share = self._share(self.count - 1)
+        self._known.add(share)
+        return share
 
     def _share(self, index: int) -> Share:
         return self._shares[self._skipped + index]
@@ -63,33 +76,41 @@ class Delivery:
 
         Raises UnevenError where it is not known.
         """
-        if self._reads_ahead is None:
-            self._reads_ahead = self.count > 1
-        if not self._reads_ahead:
-            return self._share(self.count - 1)
-        share = self._find(batch)
-        self._taken += 1
-        return share
-
-    def _find(self, batch: Any) -> Share:
-        """Of the batches that may be meant the one in turn, if its size fits, else the first."""
-        possible = range(self._first_possible, self.count)
-        shares = {self._share(index) for index in possible}
-        if len(shares) == 1:
-            self._first_possible = self.count - 1
-            return shares.pop()
-        sizes = sizes_of(batch)
-        in_turn = [self._taken] if self._taken < self.count else []
-        for index in (*in_turn, *possible):
-            if self._share(index).size in sizes:
-                self._first_possible = index
-                return self._share(index)
+        if self._ahead is None:
+            is_first = self.count == 1 or _is_same(batch, self._latest)
+            self._ahead = 0 if is_first else self.count - 1
+        turn, self._taken = self._taken, self._taken + 1
+        all_batches = len(self.batches) - self._skipped
+        expected = min(all_batches, turn + 1 + self._ahead)
+        self._is_in_turn &= turn < self.count == expected
+        latest = self._share(self.count - 1)
+        # Only after an incomplete batch, the last, there are two that may be meant.
+        if len(self._known) == 1 or _is_same(batch, self._latest):
+            return latest
+        fitting = self._fitting(batch)
+        is_read_here = self._reader == threading.get_ident() and not self.is_over
+        if is_read_here and not self._ahead:
+            return latest
+        if self._ahead and self._is_in_turn:
+            if self._share(turn) in fitting:
+                return self._share(turn)
+        elif len(fitting) == 1:
+            return fitting.pop()
+        sizes = ", ".join(str(share.size) for share in sorted(self._known))
         raise UnevenError(
-            "batches are read ahead, and none of those that are under way "
-            f"({', '.join(str(share.size) for share in sorted(shares))} samples) is the one that "
-            f"the model is called with (sizes {sorted(sizes)}). With drop_last=True in the "
-            "DataLoader all batches have one size"
+            "the script has read the last, incomplete batch, and whether the model is called with "
+            f"it or with an earlier one is not known: batches of {sizes} samples, a call with "
+            f"sizes {sorted(sizes_of(batch))}. With drop_last=True in the DataLoader all batches "
+            "have one size"
         )
+
+    def _fitting(self, batch: Any) -> set[Share]:
+        """The shares whose number of samples a call has: as its first dimension, else another."""
+        for dimensions in (1, 2):
+            sizes = sizes_of(batch, dimensions)
+            if fitting := {share for share in self._known if share.size in sizes}:
+                return fitting
+        return set()
 
 
 class Feed:
@@ -104,9 +125,9 @@ class Feed:
         self._fresh: dict[int, Share] = {}
         """By loader: the share of its latest batch since the last call of a module."""
 
-    def deliver(self, delivery: Delivery) -> Share:
+    def deliver(self, delivery: Delivery, batch: Any) -> Share:
         """Note that a loader hands out its next batch. Returns the batch's share."""
-        share = delivery.deliver()
+        share = delivery.deliver(batch)
         if delivery.batches.is_divided:
             self.latest, self._evaluation = delivery, None
             self._fresh[id(delivery.batches)] = share
@@ -151,13 +172,27 @@ class Feed:
         return self.latest if is_training and is_in_use else self._evaluation
 
 
-def sizes_of(batch: Any) -> set[int]:
-    """Numbers that may be the number of samples: of the first two dimensions, and of lists."""
+def sizes_of(batch: Any, dimensions: int = 2) -> set[int]:
+    """Numbers that may be the number of samples: of the first dimensions, and of lists."""
     sizes: set[int] = set()
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor):
-            sizes.update(leaf.shape[:2])
+            sizes.update(leaf.shape[:dimensions])
     for part in batch if isinstance(batch, tuple | list) else ():
         if isinstance(part, list | tuple):
             sizes.add(len(part))
     return sizes
+
+
+def _is_same(call: Any, batch: Any) -> bool:
+    """Whether the largest tensor of a call is one of the batch's, perhaps on another device."""
+    tensors = [leaf for leaf in tree_leaves(call) if isinstance(leaf, Tensor)]
+    if not tensors:
+        return False
+    largest = max(tensors, key=Tensor.numel)
+    alike = [
+        leaf
+        for leaf in tree_leaves(batch)
+        if isinstance(leaf, Tensor) and leaf.shape == largest.shape and leaf.dtype == largest.dtype
+    ]
+    return any(torch.equal(leaf, largest.to(leaf.device)) for leaf in alike)

@@ -100,7 +100,9 @@ def _reported(loader: Any, batches: Any, modules: Modules) -> Any:
         batch_sampler, skipped = batch_sampler.batch_sampler, batch_sampler.skip_batches
     if isinstance(batch_sampler, ShareBatches):
         delivery = Delivery(batch_sampler, skipped)
-        reported = Batches(batches, lambda batch: _delivered(batch, modules.deliver(delivery)))
+        reported = Batches(
+            batches, lambda batch: _delivered(batch, modules.deliver(delivery, batch))
+        )
         delivery.come_from(reported)
         return reported
     if modules.is_training(type(loader.sampler) is RandomSampler):

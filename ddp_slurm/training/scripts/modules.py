@@ -73,12 +73,12 @@ class Modules:
     def _set_mean_over_tokens(self, value: bool) -> None:
         self._is_mean_over_tokens = value
 
-    def deliver(self, delivery: Delivery) -> Share:
+    def deliver(self, delivery: Delivery, batch: Any) -> Share:
         """Note that a loader hands out its next batch. Returns the batch's share.
 
         Raises UnevenError where no module will weight its gradient.
         """
-        share = self._feed.deliver(delivery)
+        share = self._feed.deliver(delivery, batch)
         if delivery.count > 1 and not self.has_any:
             raise UnevenError(
                 "the script reads batches divided by shares, and has no DistributedDataParallel "
@@ -136,14 +136,18 @@ class Modules:
                 "batch_size: one divided by the world's size, not by the GPUs of a node"
             )
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def factor(self) -> float:
-        """The factor of the gradient of the call that has just returned its output."""
-        if self.share is None:
-            return 1
-        if self._is_mean_over_tokens and not self.has_mean_loss:
-            return 1 if self.share.own else 0
-        return self.share.factor(self.world_size)
+    def weight(self) -> CallWeight | None:
+        """Of the call that is about to be made; None where its gradient stays as it is."""
+        share = self.share
+        if share is None or share.factor(self.world_size) == 1:
+            return None
+        return CallWeight(functools.partial(self._factor, share, self._is_mean_over_tokens))
+
+    def _factor(self, share: Share, is_mean_over_tokens: bool) -> float:
+        """Asked for when the loss of the call is known."""
+        if is_mean_over_tokens and not self.has_mean_loss:
+            return 1 if share.own else 0
+        return share.factor(self.world_size)
 
 
 def install(modules: Modules) -> None:
@@ -158,12 +162,12 @@ def install(modules: Modules) -> None:
     @functools.wraps(plain_forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         modules.begin(self, (*args, *kwargs.values()))
-        weight = CallWeight()
-        if modules.share is not None:
-            args, kwargs = unweighted((args, kwargs), weight)
+        weight = modules.weight()
+        if weight is None:
+            return plain_forward(self, *args, **kwargs)  # type: ignore[no-untyped-call]
+        args, kwargs = unweighted((args, kwargs), weight)
         output = plain_forward(self, *args, **kwargs)  # type: ignore[no-untyped-call]
-        weight.factor = modules.factor()
-        return weighted(output, weight.factor)
+        return weighted(output, weight)
 
     DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
     DistributedDataParallel.forward = forward  # type: ignore[method-assign]

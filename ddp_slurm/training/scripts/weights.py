@@ -20,8 +20,8 @@ class _Weighted(torch.autograd.Function):
     """The identity; its backward multiplies by a factor."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
+    def forward(ctx: Any, output: Tensor, weight: "CallWeight") -> Tensor:
+        ctx.weight = weight
         # A copy: the script may change it in place, which a view made here would forbid.
         return output.clone()
 
@@ -34,15 +34,23 @@ class _Weighted(torch.autograd.Function):
                 "a gradient penalty), and would get the weight of this rank's samples twice. "
                 "Weight the loss in the script instead (loss_weight, see docs/recipes.md)"
             )
-        if ctx.factor == 0:  # also of a loss that is not finite
+        factor = ctx.weight.factor()
+        if factor == 0:  # also of a loss that is not finite
             return torch.zeros_like(gradient), None
-        return gradient * ctx.factor, None
+        return gradient * factor, None
 
 
 class CallWeight:
-    """Of one call: known when the module has returned, used in the backward."""
+    """Of one call: asked for in the backward, when the script has computed its loss."""
 
-    factor = 1.0
+    def __init__(self, factor: Callable[[], float]) -> None:
+        self._factor = factor
+        self._known: float | None = None
+
+    def factor(self) -> float:
+        if self._known is None:
+            self._known = self._factor()
+        return self._known
 
 
 class _Unweighted(torch.autograd.Function):
@@ -56,17 +64,15 @@ class _Unweighted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
-        factor = ctx.weight.factor
+        factor = ctx.weight.factor()
         return gradient / factor if factor else gradient, None
 
 
-def weighted(output: Any, factor: float) -> Any:
-    """What a module returned, with the factor in the backward of every tensor in it.
+def weighted(output: Any, weight: CallWeight) -> Any:
+    """What a module returned, with the call's factor in the backward of every tensor in it.
 
     Raises UnevenError for an object whose tensors cannot be found.
     """
-    if factor == 1:
-        return output
 
     def refuse(unknown: Any) -> Any:
         raise UnevenError(
@@ -74,7 +80,7 @@ def weighted(output: Any, factor: float) -> Any:
             "tensors in a tuple, list, dict or dataclass"
         )
 
-    return _changed(output, lambda tensor: _Weighted.apply(tensor, factor), refuse)
+    return _changed(output, lambda tensor: _Weighted.apply(tensor, weight), refuse)
 
 
 def unweighted(inputs: Any, weight: CallWeight) -> Any:

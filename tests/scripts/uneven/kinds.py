@@ -3,8 +3,12 @@
 Each function of ``KINDS`` trains from the same start; its parameters are in the RESULT.
 """
 
+import contextlib
+import itertools
 import json
+import queue
 import sys
+import threading
 from collections.abc import Callable, Iterator
 
 import torch
@@ -200,6 +204,206 @@ def batches_collected_for_a_step() -> list[nn.Module]:
         cross_entropy(model(pair[1][0]), pair[1][1]).backward()
         optimizer.step()
     return [model]
+
+
+@kind
+def two_calls_for_one_backward() -> list[nn.Module]:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.3)
+    for x, y in loader():
+        optimizer.zero_grad()
+        losses = [cross_entropy(model(view), y) for view in (x, x.sin())]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+    return [model]
+
+
+@kind
+def compiled_around() -> list[nn.Module]:
+    model = net()
+    compiled = torch.compile(model, backend="eager")
+    optimizer = SGD(model.parameters(), lr=0.3)
+    for x, y in loader():
+        optimizer.zero_grad()
+        cross_entropy(compiled(x), y).backward()
+        optimizer.step()
+    return [model]
+
+
+@kind
+def compiled_inside() -> list[nn.Module]:
+    layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    return train(DDP(torch.compile(layers, backend="eager")), loader())
+
+
+@kind
+def resumed_in_an_epoch() -> list[nn.Module]:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.3)
+    for index, (x, y) in enumerate(loader()):
+        if index < 2:
+            continue
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return [model]
+
+
+@kind
+def batches_kept_in_a_list() -> list[nn.Module]:
+    model, batches = net(), list(loader())
+    train(model, batches)
+    return train(model, batches)
+
+
+@kind
+def cycled_batches() -> list[nn.Module]:
+    return train(net(), itertools.islice(itertools.cycle(loader()), 7))
+
+
+@kind
+def read_by_a_thread() -> list[nn.Module]:
+    held: queue.Queue = queue.Queue(maxsize=2)
+
+    def read() -> None:
+        for batch in loader():
+            held.put(batch)
+        held.put(None)
+
+    model, thread = net(), threading.Thread(target=read)
+    thread.start()
+    train(model, iter(held.get, None))
+    thread.join()
+    return [model]
+
+
+@kind
+def schedule_by_length_of_loader() -> list[nn.Module]:
+    model, batches = net(), loader(drop_last=True)
+    optimizer = SGD(model.parameters(), lr=0.3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, 2 * len(batches))
+    for epoch in range(2):
+        batches.sampler.set_epoch(epoch)
+        for x, y in batches:
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+            schedule.step()
+    return [model]
+
+
+@kind
+def texts_of_many_lengths() -> list[nn.Module]:
+    """A collate function that pads: batches are dictionaries, time comes first."""
+
+    def collate(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        lengths = [1 + int(y) + int(x[0] > 0) for x, y in samples]
+        texts = nn.utils.rnn.pad_sequence(
+            [x[:n] for (x, _), n in zip(samples, lengths, strict=True)]
+        )
+        return {"texts": texts, "labels": torch.stack([y for _, y in samples])}
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 2, bias=False)  # padding adds nothing
+
+        def forward(self, texts: Tensor) -> Tensor:
+            return self.layer(texts[..., None]).sum(0)
+
+    model = DDP(Model())
+    optimizer = SGD(model.parameters(), lr=0.3)
+    for batch in loader(collate_fn=collate):
+        optimizer.zero_grad()
+        cross_entropy(model(batch["texts"]), batch["labels"]).backward()
+        optimizer.step()
+    return [model]
+
+
+@kind
+def losses_without_reduction() -> list[nn.Module]:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.3)
+    for x, y in loader():
+        optimizer.zero_grad()
+        losses = cross_entropy(model(x), y, reduction="none")
+        (losses.sum() / len(losses)).backward()
+        optimizer.step()
+    return [model]
+
+
+@kind
+def steps_repeated_on_a_batch() -> list[nn.Module]:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.3)
+    for x, y in loader():
+        for _ in range(3):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return [model]
+
+
+@kind
+def labelled_and_unlabelled() -> list[nn.Module]:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.3)
+    for (x, y), (u, _) in zip(loader(drop_last=True), loader(drop_last=True), strict=True):
+        optimizer.zero_grad()
+        outputs = model(torch.cat([x, u.cos()]))
+        (cross_entropy(outputs[: len(x)], y) + outputs[len(x) :].square().mean()).backward()
+        optimizer.step()
+    return [model]
+
+
+@kind
+def with_join() -> list[nn.Module]:
+    model = net()
+    with model.join():
+        return train(model, loader())
+
+
+@kind
+def accumulation_with_a_rest() -> list[nn.Module]:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.3)
+    batches = loader()
+    for index, (x, y) in enumerate(batches):
+        is_last = index % 3 == 2 or index + 1 == len(batches)
+        with contextlib.nullcontext() if is_last else model.no_sync():
+            (cross_entropy(model(x), y) / 3).backward()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [model]
+
+
+@kind
+def metrics_of_all_ranks() -> list[nn.Module]:
+    """Chooses the model that is best in an evaluation of equal parts."""
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.3)
+    valid = DataLoader(
+        torch.utils.data.Subset(DATA, range(42)),
+        7 * 3 // dist.get_world_size(),
+        sampler=DistributedSampler(range(42), shuffle=False),
+    )
+    best, kept = torch.tensor(torch.inf), [p.detach().clone() for p in model.parameters()]
+    for x, y in loader():
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        model.eval()
+        loss = torch.stack([cross_entropy(model(u), v).detach() for u, v in valid]).mean()
+        dist.all_reduce(loss)
+        loss /= dist.get_world_size()
+        model.train()
+        if loss < best:
+            best, kept = loss, [p.detach().clone() for p in model.parameters()]
+    holder = nn.Module()
+    for number, parameter in enumerate([*kept, best]):
+        holder.register_parameter(str(number), nn.Parameter(parameter))
+    return [holder]
 
 
 found = {}
