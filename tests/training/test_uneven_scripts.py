@@ -70,6 +70,7 @@ LOOP = """
 import torch, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import *
 class Squares(IterableDataset):
     def __iter__(self):
@@ -106,7 +107,7 @@ PARTS = {
         ({"loader": "DataLoader(data, batch_size=7, shuffle=True)"}, "has no DistributedSampler"),
         (
             {"loader": "DataLoader(data, batch_size=7, sampler=Mine(data))"},
-            "loop.py:16 has a sampler of its own, Mine",
+            "loop.py:17 has a sampler of its own, Mine",
         ),
         ({"loader": "DataLoader(Squares(), batch_size=7)"}, "Squares, an IterableDataset"),
         (
@@ -115,11 +116,11 @@ PARTS = {
         ),
         (
             {"loader": "DataLoader(data, None, sampler=DistributedSampler(data))"},
-            "loop.py:16 has batch_size=None",
+            "loop.py:17 has batch_size=None",
         ),
         (
             {"loader": "DataLoader(data, 7, sampler=DistributedSampler(data), in_order=False)"},
-            "loop.py:16 has in_order=False",
+            "loop.py:17 has in_order=False",
         ),
         (
             {"loader": "DataLoader(data, 7 + dist.get_rank(), sampler=DistributedSampler(data))"},
@@ -132,7 +133,7 @@ PARTS = {
         ),
         (
             {"loss": "lambda o, t: nn.functional.cross_entropy(o, t, ignore_index=0)"},
-            "loop.py:18: cross_entropy leaves out targets (ignore_index=0)",
+            "loop.py:19: cross_entropy leaves out targets (ignore_index=0)",
         ),
         (
             {
@@ -141,6 +142,11 @@ PARTS = {
             },
             "as in a gradient penalty",
         ),
+        (
+            {"after": "torch.optim.SGD(model.parameters(), lr=0.1 * len(x)).step()"},
+            "the learning rate of a step differs by rank: 0.2 to 0.5",
+        ),
+        ({"model": "fully_shard(layers)"}, "FSDP, DeepSpeed and scripts that reduce gradients"),
         ({"model": "layers", "epochs": "2"}, "has no DistributedDataParallel module"),
         ({"model": "layers", "epochs": "0"}, "so every rank worked by itself"),
     ],
@@ -175,6 +181,17 @@ print("RESULT", json.dumps({"found": layers[1].running_mean.tolist(), "all": mea
     for rank in run.results:
         assert rank["found"] == pytest.approx(rank["all"], abs=1e-6)
     assert run.output.count("running statistics are averaged by samples") == 1
+
+
+def test_sum_that_is_not_divided_by_the_batch_is_named(
+    server: ScriptServer, tmp_path: Path
+) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text(LOOP.format(**{**PARTS, "loss": "nn.CrossEntropyLoss(reduction='sum')"}))
+    run = server.run(["--uneven", script], (2,), "2,5")
+    assert not any(run.statuses), run.output
+    line = "loop.py:22: cross_entropy with reduction='sum' is exact only if it is divided by the"
+    assert [output.count(line) for output in run.outputs] == [1, 1]
 
 
 def test_evaluation_gets_the_batches_of_the_script(server: ScriptServer, tmp_path: Path) -> None:

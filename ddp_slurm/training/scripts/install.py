@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from ddp_slurm.job_env import ADAPTIVE, MEASURED, JobEnv
 from ddp_slurm.rank_env import RankEnv
-from ddp_slurm.training.scripts import loaders, losses, modules, recording
+from ddp_slurm.training.scripts import loaders, losses, modules, rates, recording
 from ddp_slurm.training.scripts.errors import UnevenError
 from ddp_slurm.training.scripts.modules import Modules
 
@@ -34,4 +34,5 @@ def install(environ: Mapping[str, str] = os.environ) -> Modules | None:
         return ddp_modules
     loaders.install(ddp_modules)
     losses.install(ddp_modules)
+    rates.install(ddp_modules)
     return ddp_modules

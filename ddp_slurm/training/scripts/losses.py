@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ddp_slurm.console import say
 from ddp_slurm.training.scripts.errors import UnevenError, users_line
 from ddp_slurm.training.scripts.modules import Modules
 
@@ -17,24 +18,48 @@ REMEDY = (
 )
 
 
+class _Sums:
+    """Says once that a sum is only exact if the script divides it by the samples of this rank."""
+
+    def __init__(self, modules: Modules) -> None:
+        self._modules = modules
+        self._is_said = False
+
+    def note(self, name: str, reduction: object, input: Tensor) -> None:
+        modules = self._modules
+        if self._is_said or reduction != "sum" or modules.is_mean_over_tokens:
+            return
+        if _is_weighted(input, modules):
+            self._is_said = True
+            say(
+                f"uneven: {users_line()}: {name} with reduction='sum' is exact only if it is "
+                "divided by the number of samples of the same batch, len(x), and not by a constant "
+                "such as the batch size"
+            )
+
+
 def install(modules: Modules) -> None:
     """Check cross_entropy and nll_loss in this process, and note where other means are taken."""
+    sums = _Sums(modules)
     for name in ("cross_entropy", "nll_loss"):
-        setattr(functional, name, _checked(getattr(functional, name), modules))
+        setattr(functional, name, _checked(getattr(functional, name), modules, sums))
     for name in ("mse_loss", "binary_cross_entropy_with_logits"):
-        setattr(functional, name, _noted(getattr(functional, name), modules))
+        setattr(functional, name, _noted(getattr(functional, name), modules, sums))
 
 
-def _noted(function: Callable[..., Tensor], modules: Modules) -> Callable[..., Tensor]:
+def _noted(function: Callable[..., Tensor], modules: Modules, sums: _Sums) -> Callable[..., Tensor]:
     @functools.wraps(function)
-    def noted(*args: Any, **options: Any) -> Tensor:
+    def noted(input: Tensor, *args: Any, **options: Any) -> Tensor:
         modules.has_mean_loss |= options.get("reduction", "mean") == "mean"
-        return function(*args, **options)
+        sums.note(function.__name__, options.get("reduction"), input)
+        return function(input, *args, **options)
 
     return noted
 
 
-def _checked(function: Callable[..., Tensor], modules: Modules) -> Callable[..., Tensor]:
+def _checked(
+    function: Callable[..., Tensor], modules: Modules, sums: _Sums
+) -> Callable[..., Tensor]:
     looks = _Looks()
 
     @functools.wraps(function)
@@ -49,6 +74,7 @@ def _checked(function: Callable[..., Tensor], modules: Modules) -> Callable[...,
     ) -> Tensor:
         is_mean = options.get("reduction", "mean") == "mean" and len(args) < 2
         modules.has_mean_loss |= is_mean
+        sums.note(function.__name__, options.get("reduction"), input)
         if is_mean and _is_weighted(input, modules):
             _refuse_class_weights(function.__name__, weight)
             samples = modules.share.size if modules.share else 1

@@ -33,7 +33,8 @@ class Modules:
         """A mean loss was computed since that call, inside of the model or outside."""
         self.has_any = False
         self._feed = Feed()
-        self._is_mean_over_tokens = False
+        self.is_mean_over_tokens = False
+        """Hugging Face's Trainer divides this step's loss by a count over all ranks."""
         self._checked: WeakSet[ShareBatches] = WeakSet()
         self._alive: WeakKeyDictionary[DistributedDataParallel, None] = WeakKeyDictionary()
 
@@ -71,7 +72,7 @@ class Modules:
         return list(self._alive)
 
     def _set_mean_over_tokens(self, value: bool) -> None:
-        self._is_mean_over_tokens = value
+        self.is_mean_over_tokens = value
 
     def deliver(self, delivery: Delivery, batch: Any) -> Share:
         """Note that a loader hands out its next batch. Returns the batch's share.
@@ -141,7 +142,7 @@ class Modules:
         share = self.share
         if share is None or share.factor(self.world_size) == 1:
             return None
-        return CallWeight(functools.partial(self._factor, share, self._is_mean_over_tokens))
+        return CallWeight(functools.partial(self._factor, share, self.is_mean_over_tokens))
 
     def _factor(self, share: Share, is_mean_over_tokens: bool) -> float:
         """Asked for when the loss of the call is known."""
