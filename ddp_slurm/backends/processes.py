@@ -80,6 +80,8 @@ class _Run:
         """The exit status of the first that failed."""
         self.note: asyncio.Task[None] | None = None
         """Of the first that ended with status 0."""
+        self.first_ended: str | None = None
+        """Its name."""
 
     async def run(self, processes: Sequence[Process]) -> Ending:
         for number in _handled_signals():
@@ -129,7 +131,13 @@ class _Run:
             self.stopping.set()
             self.failure = 128 - status if status < 0 else status
             _report(f"{process.label}{process.name} {_described(status)}")
+            if self.first_ended is not None:
+                _report(
+                    f"{self.first_ended} had ended with status 0 before; if the others waited for "
+                    "it, it left early (sys.exit, return) or its loop had fewer steps"
+                )
         if status == 0 and self.note is None:
+            self.first_ended = process.name
             self.note = asyncio.create_task(self._note_early_end(process))
 
     async def _note_early_end(self, process: Process) -> None:

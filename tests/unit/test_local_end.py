@@ -319,3 +319,19 @@ def test_rank_that_leaves_early_with_status_0_is_named(
     assert processes.run_all(ranks, "rank").status == 0
     words = "[1] rank 1 ended with status 0 0.1 s ago; still running: 2 ranks"
     assert capsys.readouterr().err.count(words) == says
+
+
+@pytest.mark.parametrize(("first_status", "says"), [(0, True), (3, False)])
+def test_failure_after_an_end_with_status_0_names_both(
+    capsys: pytest.CaptureFixture[str], first_status: int, says: bool
+) -> None:
+    """gloo's ranks fail at once where they wait for one that left; their lines do not name it."""
+    commands = ("sleep 60", f"exit {first_status}", "sleep 0.5; exit 1")
+    ranks = [
+        processes.Process(["sh", "-c", command], dict(os.environ), "", f"rank {rank} on gamma")
+        for rank, command in enumerate(commands)
+    ]
+    assert processes.run_all(ranks, "rank").status == (first_status or 1)
+    printed = capsys.readouterr().err
+    assert printed.count("rank 1 on gamma had ended with status 0 before") == says
+    assert ("rank 2 on gamma exited with 1" in printed) == says
