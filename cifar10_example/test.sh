@@ -300,6 +300,8 @@ _ddp_log_start=1           # where the output of this step begins
 _ddp_wait_for_step() {
   local watcher=
   _ddp_step=$1
+  # SIGTERM came after the step had begun, and before its process id was known
+  [[ $_ddp_soon == no || $_ddp_sends_signal == no ]] || kill -USR2 "$1" 2>/dev/null || true
   # A watcher that begins while SIGTERM is ignored could not be stopped.
   if [[ -f $_ddp_log && $_ddp_ending == no ]]; then
     _ddp_watch_srun "$1" >/dev/null 2>&1 &
@@ -477,6 +479,8 @@ export MASTER_ADDR="${MASTER_ADDR:-${SLURMD_NODENAME:-$(hostname)}}"
 export MASTER_PORT="${MASTER_PORT:-$(_ddp_free_port 0)}"
 
 _ddp_start_ranks() {
+  # SIGTERM came during --setup: the ranks would only be asked to stop
+  [[ $_ddp_soon == no || $_ddp_sends_signal == no ]] || exit 143
   # srun takes the batch shell's own sizes, those of component 0, as the default of every segment:
   # Slurm 24.11 and 26.05 then refuse the step, 20.11 starts component 0 alone. Without them and
   # with each segment's own sizes the step is one world on all releases from 20.11 on.

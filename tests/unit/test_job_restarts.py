@@ -123,6 +123,16 @@ def test_sigterm_of_a_running_job_asks_the_ranks_to_save(
     assert job.exit_marker is None
 
 
+def test_sigterm_during_setup_starts_no_ranks(
+    script: MakeScript, stub: Stub, slurm: FakeSlurm
+) -> None:
+    stub("srun", 'echo "ranks started"')
+    job = script(**REQUEUE, setup=["kill -TERM $$"])
+    assert job.run() == 0
+    assert "preempted; requeued (1 of 1)" in job.log
+    assert "ranks started" not in job.log
+
+
 def test_ranks_that_died_of_preemption_are_requeued(
     script: MakeScript, stub: Stub, slurm: FakeSlurm
 ) -> None:
@@ -182,6 +192,7 @@ def test_other_components_follow_a_first_one_that_waits(
     """A step on the second component's node watches; the script of the first one is gone."""
     srun = stub("srun", "")
     watch = """#!/bin/bash
+[[ $1 != --version ]] || exit 0
 if [[ " $* " == *" --het-group=1 --overlap "* ]]; then
   exec "${@: -3}"
 fi
