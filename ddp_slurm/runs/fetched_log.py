@@ -22,12 +22,12 @@ NO_FOLDER = "no-folder"
 
 
 def host_elsewhere(state: JobState, run: Run | None) -> str | None:
-    """The host on which the job script of a Slurm job runs or ran; None for this one.
+    """The host on which the job script of a Slurm job runs or ran.
 
-    By the plan, where Slurm no longer knows it.
+    By the plan, where Slurm no longer knows it. None for this host, and for a job that waits.
     """
     nodes = state.components[0].nodes if state.components else ""
-    if not nodes and run is not None:
+    if not nodes and run is not None and not state.is_waiting:
         nodes = run.plan["ranks"][0]["node"]
     hosts = list(expand_hostlist(nodes)) if nodes else []
     is_here = not hosts or hosts[0].split(".")[0] == socket.gethostname().split(".")[0]

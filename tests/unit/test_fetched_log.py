@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from ddp_slurm.runs.fetched_log import FetchedLog, host_elsewhere
+from ddp_slurm.runs.run_folder import Run
 from ddp_slurm.slurm_client.states import ComponentState, JobState
 from tests.unit.conftest import Stub
 
@@ -57,6 +58,18 @@ def test_fetched_log_prefers_the_file_here(far: Path, tmp_path: Path) -> None:
 def test_host_of_the_job_script(nodes: str, host: str | None) -> None:
     state = JobState("4", "RUNNING", "scontrol", (ComponentState("4", "RUNNING", nodes),))
     assert host_elsewhere(state, None) == host
+
+
+@pytest.mark.parametrize(("word", "host"), [("PENDING", None), ("ENDED", "gamma")])
+def test_host_of_a_job_without_nodes_is_that_of_the_plan_once_it_ran(
+    tmp_path: Path, word: str, host: str | None
+) -> None:
+    (tmp_path / "plan.json").write_text(
+        '{"world_size": 1, "launcher": "srun", "ranks": [{"node": "gamma"}]}'
+    )
+    run = Run(tmp_path, "4", "sbatch", str(tmp_path), None, "", ("true",), ())
+    state = JobState("4", word, "squeue", (ComponentState("4", word, ""),))
+    assert host_elsewhere(state, run) == host
 
 
 def test_fetched_log_reports_a_host_that_lets_nobody_in(stub: Stub, tmp_path: Path) -> None:
