@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import threading
+from typing import Literal
 
 from ddp_slurm.ask import ask
 
@@ -18,6 +19,10 @@ OTHERS_GRACE_SECONDS = 20.0
 """Of the other ranks: they wait until rank 0 knows whether the job is preempted. Slurm itself ends
 them after KillWait, 30 seconds where a site has not changed it."""
 ASK_SECONDS = 8.0
+AGAIN_SECONDS = 1.0
+"""Slurm may send SIGTERM just before it shows the time of the preemption."""
+STILL_RUNS = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING")
+"""A job's states in squeue that are not its end. SIGNALING is shown while Slurm sends signals."""
 
 _received: list[int] = []
 
@@ -30,13 +35,15 @@ def has_term() -> bool:
 class TermWatch:
     """Ends this process after SIGTERM, unless the signal to save follows.
 
-    Rank 0 asks Slurm whether the job is preempted, and then sends that signal to all ranks. The
-    kernel's wake-up byte reaches the thread even while the main thread waits in a collective, where
-    no handler of Python's runs; the process must have a handler for both signals.
+    The first rank of each node asks Slurm whether the job is preempted, and then sends that signal
+    to all ranks: Slurm preempts the components of a job one after another, up to 20 seconds apart.
+    The kernel's wake-up byte reaches the thread even while the main thread waits in a collective,
+    where no handler of Python's runs; the process must have a handler for both signals.
 
     Args:
         save_signal: what lets the ranks save.
-        saves: whether rank 0 asks Slurm; otherwise every rank ends.
+        is_first_of_node: whether this rank asks Slurm.
+        saves: whether ranks ask Slurm at all; otherwise every rank ends.
         all_save: whether all ranks take part in saving, and not rank 0 alone.
     """
 
@@ -45,12 +52,13 @@ class TermWatch:
         save_signal: signal.Signals,
         *,
         is_rank_0: bool,
+        is_first_of_node: bool,
         saves: bool = True,
         all_save: bool = False,
     ) -> None:
         self._save_signal = save_signal
         self._is_rank_0 = is_rank_0
-        self._saves = saves
+        self._asks = is_first_of_node and saves
         self._takes_part = is_rank_0 or all_save
         self._grace_seconds = RANK_0_GRACE_SECONDS if is_rank_0 else OTHERS_GRACE_SECONDS
         self._reader, self._writer = os.pipe()
@@ -81,15 +89,20 @@ class TermWatch:
         elif number == signal.SIGTERM and not self._must_end and not self._is_saving:
             self._must_end = True
             _received.append(number)
-            if self._is_rank_0 and self._saves:
+            if self._asks:
                 self._save_or_end()
 
     def _save_or_end(self) -> None:
-        is_preempted = _is_preempted()
-        if is_preempted:
+        fate = _fate()
+        if fate == "running":
+            readable, _, _ = select.select([self._reader], [], [], AGAIN_SECONDS)
+            if readable:  # perhaps the signal to save
+                return
+            fate = _fate()
+        if fate == "preempted":
             name = self._save_signal.name.removeprefix("SIG")
             _ask_slurm("scancel", f"--signal={name}", os.environ["SLURM_JOB_ID"])
-        elif is_preempted is False:
+        elif fate is not None and self._is_rank_0:
             _end()
 
 
@@ -97,15 +110,17 @@ def _end() -> None:
     os._exit(128 + signal.SIGTERM)
 
 
-def _is_preempted() -> bool | None:
-    """Whether Slurm has announced the preemption of this job, which still runs; None where Slurm
-    does not respond."""
+def _fate() -> Literal["preempted", "running", "ended"] | None:
+    """What Slurm says of all components of this job; None where it does not respond."""
     job = f"--jobs={os.environ['SLURM_JOB_ID']}"
     columns = "--Format=State:20,PreemptTime:30"
-    first_component = _ask_slurm("squeue", "--noheader", "--states=all", job, columns).split()[:2]
-    if len(first_component) < 2:
+    lines = _ask_slurm("squeue", "--noheader", "--states=all", job, columns).splitlines()
+    components = [words for line in lines if len(words := line.split()) == 2]
+    if not components:
         return None
-    return first_component[0] == "RUNNING" and first_component[1] != "N/A"
+    if any(state not in STILL_RUNS for state, _ in components):
+        return "ended"
+    return "preempted" if any(time != "N/A" for _, time in components) else "running"
 
 
 def _ask_slurm(*argv: str) -> str:

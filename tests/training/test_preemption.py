@@ -106,6 +106,7 @@ def test_loader_workers_end_with_a_killed_rank(tmp_path: Path) -> None:
 def test_cancelled_training_ends_at_once(
     tmp_path: Path, environ: dict[str, str], has_marker: bool
 ) -> None:
+    (tmp_path / "tools" / "squeue").write_text("#!/bin/sh\necho 'COMPLETING   N/A   '\n")
     if not has_marker:  # a job without restarts would read COMPLETED after it has stopped
         del environ["DDP_SLURM_REQUEUE_MARKER"]
     with world(tmp_path / "run", (1, 1), train, run_of(tmp_path), environ=environ) as running:
@@ -123,7 +124,7 @@ import os, signal
 from ddp_slurm.training.process_group.stop_signal import catch_stop_signal, stop_when_preempted
 
 catch_stop_signal()
-stop_when_preempted(1)
+stop_when_preempted(1, 1)
 ready, write = os.pipe()
 child = os.fork()
 if child == 0:

@@ -13,11 +13,16 @@ RANK = """
 import os, signal, sys
 from ddp_slurm import term_signal
 term_signal.RANK_0_GRACE_SECONDS = term_signal.OTHERS_GRACE_SECONDS = 0.2
+term_signal.AGAIN_SECONDS = 0.1
 for number in (signal.SIGTERM, signal.SIGUSR2):
     signal.signal(number, lambda *_: None)
 rank = sys.argv[1]
 watch = term_signal.TermWatch(
-    signal.SIGUSR2, is_rank_0=rank in ("0", "00"), saves=rank != "00", all_save=rank == "4"
+    signal.SIGUSR2,
+    is_rank_0=rank in ("0", "00"),
+    is_first_of_node=rank in ("0", "00", "1"),
+    saves=rank != "00",
+    all_save=rank == "4",
 )
 watch.start()
 for word in sys.argv[2:]:
@@ -65,17 +70,27 @@ def test_a_rank_that_is_to_be_requeued_does_not(words: list[str]) -> None:
     assert done.returncode == 7
 
 
+PREEMPTED = "echo 'RUNNING   2026-11-28T15:04:09  '"
+RUNNING = "echo 'RUNNING   N/A  '"
+
+
 @pytest.mark.parametrize(
     ("rank", "squeue", "ends"),
     [
-        ("0", "echo 'RUNNING   2026-11-28T15:04:09  '", False),
-        ("0", "echo 'RUNNING   N/A  '", True),
+        ("0", PREEMPTED, False),
+        ("0", RUNNING, True),
+        ("0", "echo 'SIGNALING   2026-11-28T15:04:09  '", False),  # while Slurm signals the ranks
+        ("0", f"{RUNNING}; {PREEMPTED}", False),  # the second component is preempted first
+        ("0", f"ls asked && {PREEMPTED} || {{ touch asked; {RUNNING}; }}", False),
         ("0", "echo 'COMPLETING   2026-11-28T15:04:09  '", True),  # cancelled after all
+        ("0", f"{PREEMPTED}; echo 'CANCELLED   N/A  '", True),
         ("0", "echo 'slurm_load_jobs error' >&2; exit 1", True),
-        ("00", "echo 'RUNNING   2026-11-28T15:04:09  '", True),  # no restarts are left
+        ("1", PREEMPTED, False),  # its node has the signal before that of rank 0
+        ("3", PREEMPTED, True),  # another of its node asks
+        ("00", PREEMPTED, True),  # no restarts are left
     ],
 )
-def test_rank_0_of_a_preempted_job_signals_all(
+def test_first_rank_of_a_node_signals_all_of_a_preempted_job(
     stub: Callable[..., Path], tmp_path: Path, rank: str, squeue: str, ends: bool
 ) -> None:
     stub("squeue", f'[[ "$*" == *--jobs=48* ]] && {{ {squeue}; }}')
@@ -84,6 +99,7 @@ def test_rank_0_of_a_preempted_job_signals_all(
     done = subprocess.run(
         [sys.executable, "-c", RANK % waits, rank, "SIGTERM"],
         env={**os.environ, "SLURM_JOB_ID": "48"},
+        cwd=tmp_path,
         timeout=60,
     )
     assert done.returncode == (128 + signal.SIGTERM if ends else 7)

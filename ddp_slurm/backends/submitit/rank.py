@@ -71,6 +71,7 @@ class HetSlurmJobEnvironment(SlurmJobEnvironment):
         TermWatch(
             self._usr_sig(),
             is_rank_0=self.global_rank == 0,
+            is_first_of_node=self.local_rank == 0,
             saves=restarts_left > 0,
         ).start()
 

@@ -28,7 +28,7 @@ def ignore_stop_signal() -> None:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
-def stop_when_preempted(rank: int) -> None:
+def stop_when_preempted(rank: int, local_rank: int) -> None:
     """From now on the SIGTERM of a preemption under Slurm is a request to stop, too.
 
     Any other SIGTERM ends this process, at the latest after some seconds. Handlers that the script
@@ -42,7 +42,9 @@ def stop_when_preempted(rank: int) -> None:
         return
     signal.signal(signal.SIGTERM, _leave_to_the_watch)
     os.register_at_fork(after_in_child=_end_by_term_again)
-    TermWatch(signal.SIGUSR2, is_rank_0=rank == 0, all_save=True).start()
+    TermWatch(
+        signal.SIGUSR2, is_rank_0=rank == 0, is_first_of_node=local_rank == 0, all_save=True
+    ).start()
 
 
 def is_stop_requested() -> bool:

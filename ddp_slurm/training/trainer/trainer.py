@@ -116,7 +116,8 @@ class Trainer:
     def train(self) -> Result:
         """Run to the end, or to a stop that a signal requested. All ranks return the same."""
         if self.config.snapshot is not None and JobEnv.from_environ().requeue_marker:
-            stop_when_preempted(self.world.rank)
+            rank = self.world.rank
+            stop_when_preempted(rank, self.world.ranks[rank].local_rank)
         if self._saver.load() and self.prints:
             self._report_resume()
         if self.config.metrics_path is not None and self.world.rank == 0:
