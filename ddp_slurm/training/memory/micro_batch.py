@@ -15,7 +15,6 @@ from ddp_slurm.training.memory.checkpoint import (
 )
 from ddp_slurm.training.memory.search import MemoryTooSmall, largest_micro_batch
 from ddp_slurm.training.uneven.calibrate import TrainingStep, card_name
-from ddp_slurm.training.uneven.gradients import has_sync_batchnorm
 
 FEW = 8
 """Samples: a GPU that runs fewer at once is mostly idle, and computes a checkpointed model, which
@@ -32,8 +31,6 @@ def find_micro_batch(
     On CPUs that is ``most``. What the job's file of speeds holds for this card, model and precision
     is taken as it is; else ``largest_micro_batch`` looks for it. Rank 0 prints what was found,
     unless every rank runs its whole share at once.
-
-    With SyncBatchNorm, whose forward waits for all ranks, it is the least of all ranks.
 
     Args:
         most: samples of this rank's share, or the most that it may get.
@@ -55,8 +52,6 @@ def find_micro_batch(
             own, is_checkpointed = _searched(step, max(1, most), may_checkpoint)
     seconds = time.monotonic() - started
     rows = all_gather_values([own, most, seconds, is_checkpointed], control)
-    if has_sync_batchnorm(step.model):
-        own = min(row[0] for row in rows)
     if dist.get_rank(control) == 0 and any(row[0] < row[1] or row[3] for row in rows):
         print(_report(rows), flush=True)
     return int(own)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.job_env import JobEnv
 from ddp_slurm.training.adaptive.clock import StepClock
+from ddp_slurm.training.exchange import all_gather_values
 from ddp_slurm.training.graphs.choice import Graphs
 from ddp_slurm.training.graphs.compute import (
     GraphedCompute,
@@ -101,6 +102,9 @@ class OptimizerStep:
         self._total: float | Tensor = 0.0
         self._global_batch = config.global_batch
         self._syncs_batchnorm = has_sync_batchnorm(model)
+        self._limits: list[int] = []
+        if self._syncs_batchnorm:
+            self._limits = all_gather_values(config.most_at_once, world.control)
         self.clock = StepClock(world.device)
         self._passes = Passes(model, self._loss_of, config.most_at_once, world.place)
         self.graphs = self._make_graphs(world, config)
@@ -119,7 +123,7 @@ class OptimizerStep:
         """
         own = len(targets)
         total = self._total_weight(targets, counts)
-        parts = evenly(inputs, targets, self._rounds(own, max(counts)))
+        parts = evenly(inputs, targets, self._rounds(own, counts))
         self._steps += 1
         is_whole = sum(counts) == self._global_batch
         checks_loss = self._checks_loss()
@@ -179,10 +183,11 @@ class OptimizerStep:
             return None
         return "the gradients are exchanged in two levels, or as --comm asks"
 
-    def _rounds(self, own: int, largest: int) -> int:
-        # SyncBatchNorm's forward waits for all ranks, so all run equally many micro-batches.
-        samples = largest if self._syncs_batchnorm else own
-        return max(1, -(-samples // self.most_at_once))
+    def _rounds(self, own: int, counts: Sequence[int]) -> int:
+        pairs = [(own, self.most_at_once)]
+        if self._syncs_batchnorm:  # its forward waits for all ranks: all run as many micro-batches
+            pairs = list(zip(counts, self._limits, strict=True))
+        return max(1, *(-(-samples // limit) for samples, limit in pairs))
 
     def _total_weight(self, targets: Tensor, counts: Sequence[int]) -> float | Tensor:
         """Of the whole global batch: its samples, or the sum of its targets' weights."""
