@@ -8,8 +8,9 @@
 
 Two cards; the second one does the work of each block ``--ratios`` times. The shares are measured.
 ``--sizes`` are samples a rank on average. A card whose share is 0 counts with its speed at the
-equal share. The equal-sum test at the end trains an uneven pair (2 and 6 times the work) and an
-even one (3 and 3 times): both have the same sum of speeds.
+equal share, and with ``--graphs auto`` each card with the faster of both ways. The equal-sum test
+at the end trains an uneven pair (2 and 6 times the work) and an even one (3 and 3 times): both have
+the same sum of speeds.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import os
 
 import torch
 
-from benchmarks.workloads import NAMES, Workload, rate_alone, rate_of, trainer_of
+from benchmarks.workloads import NAMES, Workload, rate_alone, rate_as_graph, rate_of, trainer_of
 from ddp_slurm.console import table
 from ddp_slurm.job_env import BALANCE
 from ddp_slurm.training import World, init_distributed
@@ -49,7 +50,10 @@ def run(
     del trainer, model
     free_memory(world.device)
     share = shares[world.rank] or size
-    alone = rate_alone(world, work, work.model(own).to(world.device), share, share, steps // 2)
+    model = work.model(own).to(world.device)
+    alone = rate_alone(world, work, model, share, share, steps // 2)
+    if arguments.graphs == "auto":
+        alone = max(alone, rate_as_graph(world, work, model, share, steps // 2))
     free_memory(world.device)
     return shares, both, sum(all_gather_values(alone, world.control))
 

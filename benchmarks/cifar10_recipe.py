@@ -57,7 +57,7 @@ def train(options: argparse.Namespace, seed: int, folder: Path) -> tuple[float, 
                 first_step = time.monotonic()
             if line.startswith(("finished:", "graphs:")):
                 last, end = line.strip(), time.monotonic()
-                print(f"seed {seed}: {last}", flush=True)
+                print(f"seed {seed}, {end - first_step:.1f} s: {last}", flush=True)
     if process.returncode != 0:
         sys.exit(f"the example ended with status {process.returncode}")
     return 100 * float(last.rpartition("accuracy ")[2]), end - first_step

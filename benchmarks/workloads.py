@@ -15,7 +15,11 @@ from ddp_slurm.examples.models import resnet18, small_resnet, to_channels_last
 from ddp_slurm.training import ResidentTensors, Trainer, World
 from ddp_slurm.training.data import Batch, Span
 from ddp_slurm.training.exchange import broadcast_value
+from ddp_slurm.training.graphs.compute import as_graph
+from ddp_slurm.training.trainer.forward_backward import ForwardBackward
+from ddp_slurm.training.trainer.loss_sum import LossSum
 from ddp_slurm.training.trainer.precision import choose_precision
+from ddp_slurm.training.uneven.weighted_loss import WeightedLoss
 
 CLASSES = 10
 WORDS = 512
@@ -165,6 +169,27 @@ def rate_alone(
         optimizer.step()
     synchronize(world)
     return steps * share / (time.perf_counter() - started) if share else 0.0
+
+
+def rate_as_graph(world: World, work: Workload, model: nn.Module, share: int, steps: int) -> float:
+    """The same at once, with forward and backward as a CUDA graph; 0 where that is impossible."""
+    if world.device.type != "cuda":
+        return 0.0
+    precision = choose_precision("auto", world.ranks)
+    optimizer = work.optimizer(model)
+    order = torch.arange(max(1, share))
+    inputs, targets = next(work.data(max(1, share), world.device).batches(order, [(0, share)], 0))
+    loss = WeightedLoss(work.loss, None)
+    forward_backward = ForwardBackward(model, loss, precision, LossSum(world.device))
+    run = as_graph(forward_backward, inputs, targets) if share else None
+    synchronize(world)
+    dist.barrier(group=world.control)
+    started = time.perf_counter()
+    for _ in range(steps if run is not None else 0):
+        run()
+        optimizer.step()
+    synchronize(world)
+    return steps * share / (time.perf_counter() - started) if run is not None else 0.0
 
 
 def trainer_of(

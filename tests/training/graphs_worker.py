@@ -1,10 +1,11 @@
 """A Trainer whose graphs are plain calls: on CPUs, with all of the bookkeeping."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ddp_slurm.training.graphs import capture, choice, python_side
@@ -84,10 +85,14 @@ def graphed(pipe: Connection, run: Run, stand: Stand) -> tuple[Report, Calls]:
 
 
 def run_graphed(
-    folder: Path, tasks: tuple[int, ...], settings: Run, stand: Stand = Stand()
+    folder: Path,
+    tasks: tuple[int, ...],
+    settings: Run,
+    stand: Stand = Stand(),
+    environ: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[list[Report], list[Calls], str]:
     """Reports and calls of all ranks, and what rank 0 printed."""
-    with world(folder, tasks, graphed, settings, stand) as running:
+    with world(folder, tasks, graphed, settings, stand, environ=environ) as running:
         results = []
         for rank in range(sum(tasks)):
             message = running.receive(rank)

@@ -1,6 +1,6 @@
 """Measuring the ranks' speeds, and the shares that follow."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -148,6 +148,33 @@ class Clock:
 
     def perf_counter(self) -> float:
         return self.seconds
+
+
+@pytest.mark.parametrize(
+    ("eager", "graph", "expected"),
+    [(0.02, 0.005, 0.005), (0.02, 0.03, 0.02), (0.02, None, 0.02), (0.2, 0.005, 0.2)],
+)
+def test_a_size_counts_with_its_faster_way(
+    monkeypatch: pytest.MonkeyPatch, eager: float, graph: float | None, expected: float
+) -> None:
+    """Of a step that takes long no graph is tried."""
+    clock = Clock()
+    monkeypatch.setattr(calibrate, "time", clock)
+    monkeypatch.setattr(calibrate, "timed_step", lambda *_: eager)
+
+    def graphed(inputs: torch.Tensor, targets: torch.Tensor) -> Callable[[], None] | None:
+        assert len(inputs) == 3
+
+        def run() -> None:
+            clock.seconds += graph or 0.0
+
+        return run if graph else None
+
+    work = torch.nn.Linear(1, 1)
+    step = step_of(work, ResidentTensors(*make_data(4, torch.float32), CPU))
+    step = replace(step, graphed=graphed)
+    assert calibrate.seconds_of_step(step, work, 3, is_first=True) == pytest.approx(expected)
+    assert calibrate.seconds_of_step(step, work, 3, is_first=False) == eager
 
 
 class SlowSource(ResidentTensors):

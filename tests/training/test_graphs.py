@@ -18,8 +18,9 @@ from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.training import Trainer, TrainerConfig, World, init_distributed
 from ddp_slurm.training.data import ResidentTensors
 from ddp_slurm.training.graphs import capture
-from ddp_slurm.training.graphs.compute import GraphedCompute, reason_of_model
+from ddp_slurm.training.graphs.compute import GraphedCompute, as_graph, reason_of_model
 from ddp_slurm.training.memory.out_of_memory import is_out_of_memory
+from ddp_slurm.training.uneven import calibrate
 from ddp_slurm.training.uneven.weighted_loss import WeightedLoss
 
 from .graphs_worker import Stand, pretend, run_graphed
@@ -210,6 +211,52 @@ def shrunk(pipe: Any) -> None:
 
 def test_graphs_out_of_memory_takes_the_step_again(tmp_path: Path) -> None:
     run_world(tmp_path, (1,), shrunk)
+
+
+class Unused(Summing):
+    """A parameter without a gradient, to which a graph would give zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Parameter(torch.ones(()))
+
+
+def timed(pipe: Any) -> None:
+    batch = (torch.ones(3), torch.zeros(3))
+    short = Shrinking()
+    short.limit = 2
+    for stand, model, is_possible in (
+        (Stand(), Summing(), True),
+        (Stand(error="not permitted"), Summing(), False),
+        (Stand(waits=True), Summing(), False),
+        (Stand(), Unused(), False),
+        (Stand(), short, False),
+    ):
+        calls = pretend(stand)
+        run = as_graph(model, *batch)
+        assert (run is not None) is is_possible
+        if run is not None:
+            run()
+            assert calls.replays == [2], "the capture's own and this one"
+
+
+def test_graph_to_time_is_one_that_training_would_have(tmp_path: Path) -> None:
+    run_world(tmp_path, (1,), timed)
+
+
+@pytest.mark.parametrize("graphs", ["on", "off"])
+def test_shares_are_measured_with_graphs_where_training_has_them(
+    tmp_path: Path, graphs: str
+) -> None:
+    options = {**ON, "graphs": graphs, "shares": None}
+    settings = Run((3, 5), tmp_path / "s.pt", stateful=False, options=options)
+    reports, calls, _ = run_graphed(
+        tmp_path, (1, 1), settings, environ={"DDP_SLURM_BALANCE": "measured"}
+    )
+    for report, each in zip(reports, calls, strict=True):
+        assert relative_error(report.weights, reference(settings)) < 1e-9
+        measured = [count for count in each.replays if count == 1 + calibrate.REPEATS]
+        assert bool(measured) is (graphs == "on")
 
 
 def test_graphs_are_captured_again_for_new_sizes(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from ddp_slurm.training.graphs.python_side import (
     reason_of_gradients,
     reason_of_hooks,
 )
-from ddp_slurm.training.memory.out_of_memory import free_memory
+from ddp_slurm.training.memory.out_of_memory import free_memory, is_out_of_memory
 from ddp_slurm.training.memory.passes import evenly
 
 MOST_GRAPHS = 2
@@ -219,6 +219,43 @@ def _key(inputs: Tensor, targets: Tensor) -> Key:
     return tuple(
         (tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in (inputs, targets)
     )
+
+
+def as_graph(
+    forward_backward: nn.Module, inputs: Tensor, targets: Tensor
+) -> Callable[[], None] | None:
+    """A function that runs this batch as the training will, or None if not as a graph.
+
+    The parameters have other gradients afterwards.
+
+    Args:
+        forward_backward: as of GraphedCompute.
+    """
+    reasons: list[str] = []
+
+    def ran_out(error: RuntimeError, samples: int) -> int:
+        raise error
+
+    compute = GraphedCompute(forward_backward, reasons.append, ran_out)
+    factor = factor_tensor(len(targets), targets.device)
+
+    def run() -> None:
+        compute([(inputs, targets)], factor, is_whole=True)
+
+    try:
+        forward_backward(inputs, targets, factor)
+        if compute.reason_of_gradients() is not None:
+            return None
+        compute.begin_step()
+        for _ in range(WATCHED + 1):
+            run()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        reasons.append("memory ran out")
+    if reasons:
+        compute.forget()
+    return None if reasons else run
 
 
 def reason_of_device(device: torch.device) -> str | None:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import datetime, timedelta
+from pathlib import Path
 
 from ddp_slurm.console import table
 from ddp_slurm.training.process_group.facts import RankFacts
@@ -119,6 +120,11 @@ def first_step_line(rendezvous_seconds: float) -> str:
         f"started: python and imports {imports:.2f} s, rendezvous {rendezvous_seconds:.2f} s, "
         f"data, model and step {rest:.2f} s"
     )
+
+
+def resume_line(path: Path, done: str, samples: int, step: int) -> str:
+    """Where the training goes on, after a number of epochs and samples of the next one."""
+    return f"resumed from {path}: {done}, then {samples} samples, step {step}"
 
 
 def print_prediction(predicted: float | None, seen: Sequence[float], global_batch: int) -> None:

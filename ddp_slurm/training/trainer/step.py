@@ -1,6 +1,6 @@
 """One optimizer step of a rank: its share of the global batch, in micro-batches."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ddp_slurm.comm import EXACT
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.job_env import JobEnv
 from ddp_slurm.training.adaptive.clock import StepClock
@@ -16,10 +17,12 @@ from ddp_slurm.training.exchange import all_gather_values
 from ddp_slurm.training.graphs.choice import Graphs
 from ddp_slurm.training.graphs.compute import (
     GraphedCompute,
+    as_graph,
     factor_tensor,
     reason_of_device,
     reason_of_model,
 )
+from ddp_slurm.training.links.layout import Layout
 from ddp_slurm.training.memory.passes import Count, Forward, Passes, evenly
 from ddp_slurm.training.process_group import World
 from ddp_slurm.training.trainer.config import TrainerConfig
@@ -27,11 +30,7 @@ from ddp_slurm.training.trainer.forward_backward import ForwardBackward
 from ddp_slurm.training.trainer.loss_sum import LossSum
 from ddp_slurm.training.trainer.precision import Precision
 from ddp_slurm.training.trainer.report import say
-from ddp_slurm.training.uneven.gradients import (
-    find_ddp,
-    has_sync_batchnorm,
-    no_sample_loss,
-)
+from ddp_slurm.training.uneven.gradients import find_ddp, has_sync_batchnorm, no_sample_loss
 from ddp_slurm.training.uneven.weighted_loss import WeightedLoss
 
 
@@ -69,6 +68,34 @@ def check_scaler(precision: Precision) -> None:
             f"--comm {comm} cannot be combined with fp16, whose loss scaler skips steps; set the "
             "precision to bf16 or fp32, or take --comm bf16"
         )
+
+
+def graphed_for_timing(
+    world: World,
+    model: nn.Module,
+    loss: WeightedLoss,
+    precision: Precision,
+    config: TrainerConfig,
+) -> Callable[[Tensor, Tensor], Callable[[], None] | None] | None:
+    """See ``TrainingStep.graphed``. None where the training will have no graphs, or may have none
+    since the gradients may be exchanged in another way than by one all-reduce."""
+    comm = JobEnv.from_environ().comm or EXACT
+    has_two_levels = Layout.of([fact.node_rank for fact in world.ranks]).has_two_levels
+    reason = _reason_of_work(world, model, loss, config)
+    if config.graphs == "off" or reason is not None or has_two_levels or not comm.is_exact:
+        return None
+    return partial(as_graph, ForwardBackward(model, loss, precision, LossSum(world.device)))
+
+
+def _reason_of_work(
+    world: World, model: nn.Module, loss: WeightedLoss, config: TrainerConfig
+) -> str | None:
+    """Why forward and backward can be no graph, as far as it shows beforehand."""
+    return (
+        reason_of_device(world.device)
+        or loss.reason_against_graphs
+        or reason_of_model(model, allows_compiled=config.graphs == "on")
+    )
 
 
 class OptimizerStep:
@@ -158,12 +185,8 @@ class OptimizerStep:
         self.scaler.update()
 
     def _make_graphs(self, world: World, config: TrainerConfig) -> Graphs:
-        reason = reason_of_device(world.device) or self._reason_of_exchange()
-        reason = (
-            reason
-            or self.loss.reason_against_graphs
-            or reason_of_model(self._inner, allows_compiled=config.graphs == "on")
-        )
+        reason = _reason_of_work(world, self._inner, self.loss, config)
+        reason = reason or self._reason_of_exchange()
         compute = None
         if reason is None and config.graphs != "off":
             work = ForwardBackward(self._inner, self.loss, self.precision, self.loss_sum)

@@ -22,10 +22,15 @@ from ddp_slurm.training.trainer.evaluation import evaluate
 from ddp_slurm.training.trainer.precision import choose_precision
 from ddp_slurm.training.trainer.progress import Progress
 from ddp_slurm.training.trainer.records import Records, open_recorder
-from ddp_slurm.training.trainer.report import print_prediction, print_rank_table, say
+from ddp_slurm.training.trainer.report import print_prediction, print_rank_table, resume_line, say
 from ddp_slurm.training.trainer.saver import Saver
 from ddp_slurm.training.trainer.split import choose_split
-from ddp_slurm.training.trainer.step import OptimizerStep, check_model, check_scaler
+from ddp_slurm.training.trainer.step import (
+    OptimizerStep,
+    check_model,
+    check_scaler,
+    graphed_for_timing,
+)
 from ddp_slurm.training.uneven.batchnorm import BatchNormStatistics
 from ddp_slurm.training.uneven.calibrate import TrainingStep
 from ddp_slurm.training.uneven.gradients import LossFunction
@@ -119,7 +124,9 @@ class Trainer:
             rank = self.world.rank
             stop_when_preempted(rank, self.world.ranks[rank].local_rank)
         if self._saver.load() and self.prints:
-            self._report_resume()
+            assert self.config.snapshot is not None
+            done = f"epoch {self.epoch} of {self.config.total_epochs} done"
+            say(resume_line(self.config.snapshot.path, done, self.samples_done, self.step))
         if self.config.metrics_path is not None and self.world.rank == 0:
             self.records.add(open_recorder(self.config.metrics_path, self.step))
         if self.prints:
@@ -203,20 +210,12 @@ class Trainer:
             self.precision.autocast,
             self.optimizer,
             self.precision.name,
+            graphed_for_timing(self.world, self.module, self.loss, self.precision, self.config),
         )
 
     def _any_batch(self, samples: int) -> tuple[Tensor, Tensor]:
         order = torch.arange(samples) % len(self.train_data)
         return next(self.train_data.batches(order, [(0, samples)], epoch=0))
-
-    def _report_resume(self) -> None:
-        snapshot = self.config.snapshot
-        assert snapshot is not None
-        done = f"epoch {self.epoch} of {self.config.total_epochs} done"
-        say(
-            f"resumed from {snapshot.path}: {done}, then {self.samples_done} samples, "
-            f"step {self.step}"
-        )
 
     def _train_epoch(self) -> bool:
         """One epoch, or the rest of it; False if all ranks have agreed to stop early."""
