@@ -10,7 +10,7 @@ from ddp_slurm.plan import Plan
 from ddp_slurm.rank_env import FIRST_PORT, PORT_COUNT
 from ddp_slurm.render.containers import FOLDER_CHECK
 from ddp_slurm.render.quoting import shell_words
-from ddp_slurm.render.segments import Segment, components_env, job_directives, segments_of
+from ddp_slurm.render.sbatch_lines import Segment, components_env, job_directives, segments_of
 from ddp_slurm.render.templating import render_template
 from ddp_slurm.render.torchrun import RENDEZVOUS_SECONDS
 

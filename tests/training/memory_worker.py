@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from ddp_slurm.training import BalancedSampler, ResidentTensors, Trainer, World, init_distributed
-from ddp_slurm.training.memory import micro_batch, passes
+from ddp_slurm.training.memory import halving, micro_batch
 from ddp_slurm.training.uneven.calibrate import TrainingStep
 from ddp_slurm.training.uneven.sample_batches import batch_reader
 
@@ -155,7 +155,7 @@ def _trained(world: World, shortage: Shortage) -> dict[str, Any]:
         if shortage.micro_batch == "auto":
             patch.setattr(micro_batch, "has_own_memory", lambda device: True)
         if shortage.counts_twice:
-            patch.setattr(passes, "_mark", lambda parameter: None)
+            patch.setattr(halving, "_mark", lambda parameter: None)
         own = shortage if world.rank == shortage.rank else None
         model = shrinking_network(own, shortage.layer)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)

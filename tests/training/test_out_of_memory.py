@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ddp_slurm.training.memory.passes import Passes
+from ddp_slurm.training.memory.halving import Passes
 from ddp_slurm.training.memory.search import MemoryTooSmall
 
 from .memory_worker import Shortage, Stingy, train_through, trained_alone

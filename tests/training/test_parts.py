@@ -13,7 +13,8 @@ from ddp_slurm.training.data import (
 )
 from ddp_slurm.training.trainer.evaluation import evaluate
 from ddp_slurm.training.trainer.precision import Precision, PrecisionError, choose_precision
-from ddp_slurm.training.trainer.report import print_rank_table, progress_line
+from ddp_slurm.training.trainer.progress import progress_line
+from ddp_slurm.training.trainer.report import print_rank_table
 
 from .test_start_and_end import FACT
 from .workers import (

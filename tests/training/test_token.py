@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ddp_slurm.job_env import JobEnv, JobEnvError, new_token
-from ddp_slurm.training.process_group import token_store
 from ddp_slurm.training.process_group.peers import Ending
+from ddp_slurm.training.process_group.port import listen
 from ddp_slurm.training.process_group.sealed import ClientSide, NotOurs, Secret, pack
 from ddp_slurm.training.process_group.store_server import StoreServer
 
@@ -119,7 +119,7 @@ def test_ranks_learn_the_port_of_a_job_whose_own_is_taken(tmp_path: Path) -> Non
 
 def test_store_listens_at_the_address_of_rank_0_alone() -> None:
     port = free_port()
-    listeners = token_store.listen("127.0.0.1", port)
+    listeners = listen("127.0.0.1", port)
     addresses = [listener.getsockname()[0] for listener in listeners]
     for listener in listeners:
         listener.close()
@@ -132,7 +132,7 @@ def test_store_listens_everywhere_for_a_name_of_the_loopback(
     """Ubuntu's /etc/hosts has the own name at 127.0.1.1, where no other host reaches it."""
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", free_port()))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: found)
-    [listener] = token_store.listen("alpha", found[0][4][1])
+    [listener] = listen("alpha", found[0][4][1])
     with listener:
         assert listener.getsockname()[0] in ("::", "0.0.0.0")
 

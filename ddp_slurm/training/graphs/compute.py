@@ -17,8 +17,8 @@ from ddp_slurm.training.graphs.python_side import (
     reason_of_gradients,
     reason_of_hooks,
 )
+from ddp_slurm.training.memory.halving import evenly
 from ddp_slurm.training.memory.out_of_memory import free_memory, is_out_of_memory
-from ddp_slurm.training.memory.passes import evenly
 
 MOST_GRAPHS = 2
 """The parts of an accumulated share differ by one sample, so they have two sizes."""

@@ -11,8 +11,9 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from ddp_slurm import job_env
 from ddp_slurm.job_env import JobEnv
 from ddp_slurm.rank_env import RankEnv
+from ddp_slurm.training.process_group.port import ports_of, serve_store
 from ddp_slurm.training.process_group.sealed import Secret
-from ddp_slurm.training.process_group.token_store import TokenStore, ports_of, serve_store
+from ddp_slurm.training.process_group.token_store import TokenStore
 
 
 def open_store(env: RankEnv, seconds: float, place: str) -> Store:

@@ -1,19 +1,68 @@
-"""Times the Trainer's steps and reports them."""
+"""Times the Trainer's steps and prints the lines of progress: loss, images a second, time left."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from ddp_slurm.training.trainer.report import ProgressPrinter, first_step_line, progress_line, say
+from ddp_slurm.training.trainer.report import first_step_line, is_terminal, say
 
 if TYPE_CHECKING:
     from ddp_slurm.training.trainer import Trainer
 
 LEAST_STEPS_BETWEEN_REPORTS = 20
+MOST_RANKS_IN_A_LINE = 16
+
+
+def progress_line(
+    *,
+    epoch: int,
+    epochs: int,
+    step: int,
+    steps: int,
+    loss: float,
+    rates: Sequence[float],
+    left_seconds: float,
+) -> str:
+    """``epoch 2/5  step 30/98  loss 1.2345  1,610 images/s (ranks: 400 1,210)  ETA 0:01:02``."""
+    if len(rates) <= MOST_RANKS_IN_A_LINE:
+        by_rank = " ".join(f"{rate:,.0f}" for rate in rates)
+    else:
+        by_rank = f"{min(rates):,.0f} to {max(rates):,.0f}"
+    left = timedelta(seconds=round(left_seconds))
+    return (
+        f"epoch {epoch}/{epochs}  step {step}/{steps}  loss {loss:.4f}  "
+        f"{sum(rates):,.0f} images/s (ranks: {by_rank})  ETA {left}"
+    )
+
+
+class ProgressPrinter:
+    """Prints progress lines; on a terminal above a progress bar of the epoch."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._bar = None
+        if is_terminal():
+            from rich.progress import Progress
+
+            self._bar = Progress(transient=True)
+            self._task = self._bar.add_task("epoch", total=total_steps)
+            self._bar.start()
+
+    def update(self, done_steps: int, line: str) -> None:
+        if self._bar is None:
+            say(line)
+        else:
+            self._bar.console.print(line, highlight=False)
+            self._bar.update(self._task, completed=done_steps)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
 
 
 class Progress:

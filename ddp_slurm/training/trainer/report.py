@@ -8,13 +8,11 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 
 from ddp_slurm.console import table
 from ddp_slurm.training.process_group.facts import RankFacts
-
-MOST_RANKS_IN_A_LINE = 16
 
 IMPORTED_AT = time.time()
 
@@ -46,7 +44,7 @@ def rank_rows(ranks: Sequence[RankFacts], shares: Sequence[int]) -> list[tuple[s
 def print_rank_table(ranks: Sequence[RankFacts], shares: Sequence[int]) -> None:
     """Print the table of ranks; on a terminal with lines around it."""
     rows = rank_rows(ranks, shares)
-    if not _is_terminal():
+    if not is_terminal():
         say(table([RANK_COLUMNS, *rows]))
         return
     from rich.console import Console
@@ -61,52 +59,6 @@ def print_rank_table(ranks: Sequence[RankFacts], shares: Sequence[int]) -> None:
 def say(text: str) -> None:
     """Print a line at once: logs are read during a job, and a killed process flushes nothing."""
     print(text, flush=True)
-
-
-def progress_line(
-    *,
-    epoch: int,
-    epochs: int,
-    step: int,
-    steps: int,
-    loss: float,
-    rates: Sequence[float],
-    left_seconds: float,
-) -> str:
-    """``epoch 2/5  step 30/98  loss 1.2345  1,610 images/s (ranks: 400 1,210)  ETA 0:01:02``."""
-    if len(rates) <= MOST_RANKS_IN_A_LINE:
-        by_rank = " ".join(f"{rate:,.0f}" for rate in rates)
-    else:
-        by_rank = f"{min(rates):,.0f} to {max(rates):,.0f}"
-    left = timedelta(seconds=round(left_seconds))
-    return (
-        f"epoch {epoch}/{epochs}  step {step}/{steps}  loss {loss:.4f}  "
-        f"{sum(rates):,.0f} images/s (ranks: {by_rank})  ETA {left}"
-    )
-
-
-class ProgressPrinter:
-    """Prints progress lines; on a terminal above a progress bar of the epoch."""
-
-    def __init__(self, total_steps: int) -> None:
-        self._bar = None
-        if _is_terminal():
-            from rich.progress import Progress
-
-            self._bar = Progress(transient=True)
-            self._task = self._bar.add_task("epoch", total=total_steps)
-            self._bar.start()
-
-    def update(self, done_steps: int, line: str) -> None:
-        if self._bar is None:
-            say(line)
-        else:
-            self._bar.console.print(line, highlight=False)
-            self._bar.update(self._task, completed=done_steps)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
 
 
 def first_step_line(rendezvous_seconds: float) -> str:
@@ -146,7 +98,7 @@ def print_prediction(predicted: float | None, seen: Sequence[float], global_batc
     )
 
 
-def _is_terminal() -> bool:
+def is_terminal() -> bool:
     if not sys.stdout.isatty():
         return False
     try:

@@ -23,7 +23,7 @@ from ddp_slurm.training.graphs.compute import (
     reason_of_model,
 )
 from ddp_slurm.training.links.layout import Layout
-from ddp_slurm.training.memory.passes import Count, Forward, Passes, evenly
+from ddp_slurm.training.memory.halving import Count, Forward, Passes, evenly
 from ddp_slurm.training.process_group import World
 from ddp_slurm.training.trainer.config import TrainerConfig
 from ddp_slurm.training.trainer.forward_backward import ForwardBackward
