@@ -1,5 +1,6 @@
 """Training data as a Source: batches on the rank's device, by position in the epoch's order."""
 
+import contextlib
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -120,7 +121,8 @@ class DatasetSource:
             generator=torch.Generator().manual_seed(seed),
             worker_init_fn=outlive_sigterm,
         )
-        batches = iter(loader)
+        with _sigterm_waits():
+            batches = iter(loader)
         for start, stop in spans:
             batch = next(batches) if stop > start else emptied(self.collate([self.dataset[0]]))
             inputs, targets = _checked_pair(batch)
@@ -138,6 +140,17 @@ def outlive_sigterm(worker: int) -> None:
     """
     die_with_parent()
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(SAVING_SECONDS))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+@contextlib.contextmanager
+def _sigterm_waits() -> Iterator[None]:
+    """Processes that are started meanwhile get a SIGTERM once they are ready for it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _checked_pair(batch: Any) -> Batch:

@@ -119,6 +119,34 @@ def test_cancelled_training_ends_at_once(
     assert not (tmp_path / "s.pt").exists()
 
 
+STARTS_A_LOADER = """
+import os, signal, torch
+from torch.utils.data import TensorDataset
+from ddp_slurm.training.data import DatasetSource
+from ddp_slurm.training.process_group.stop_signal import catch_stop_signal, stop_when_preempted
+
+catch_stop_signal()
+stop_when_preempted(1, 1)
+os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
+data = TensorDataset(torch.arange(8.0), torch.arange(8))
+source = DatasetSource(data, torch.device("cpu"), workers=2)
+for inputs, _ in source.batches(torch.arange(8), [(0, 4), (4, 8)], epoch=0):
+    print(inputs.sum().item())
+print(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+"""
+
+
+def test_loader_worker_outlives_a_sigterm_before_it_is_ready(environ: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STARTS_A_LOADER],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "6.0\n22.0\nset()\n", done.stderr
+
+
 FORKS = """
 import os, signal
 from ddp_slurm.training.process_group.stop_signal import catch_stop_signal, stop_when_preempted
