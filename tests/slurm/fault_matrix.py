@@ -30,7 +30,14 @@ from ddp_slurm.lab import Lab, config
 from ddp_slurm.lab.layout import LabLayout
 from ddp_slurm.lab.releases import slurm_root
 from tests.slurm.conftest import load_cluster
-from tests.slurm.fault_runs import CLUSTER, NODES, STEPS_AN_EPOCH, FaultRun, final_losses
+from tests.slurm.fault_runs import (
+    CLUSTER,
+    NODES,
+    STEPS_AN_EPOCH,
+    FaultRun,
+    files_left_over,
+    final_losses,
+)
 from tests.slurm.faults import ROWS, Row, fill_disk
 
 SYSTEM_PATH = "PATH=/usr/sbin:/usr/bin:/sbin:/bin"
@@ -57,6 +64,7 @@ class Outcome:
     resume_equal: bool
     """Whether the losses of all epochs are those of an undisturbed run, bit for bit."""
     left_over: tuple[str, ...]
+    """Ranks after the end; files after the training that follows a bad end."""
     as_expected: bool
 
 
@@ -78,13 +86,14 @@ class Bench:
             with self.new_lab(row.slurm_conf) as lab:
                 run = self.new_run(lab, folder)
                 ended_after, end = disturb(run, row)
-                log, restarts, left_over = run.log(), run.restarts(), tuple(run.left_over())
+                log, restarts, ranks = run.log(), run.restarts(), run.ranks_left_over()
             lost = steps_lost(log)
             if end != "COMPLETED":
                 (folder / "filler").unlink(missing_ok=True)
                 with self.new_lab() as lab:
                     self.train(self.new_run(lab, folder), row.epochs)
             equal = final_losses(folder) == self.reference(row.epochs)
+            left_over = (*ranks, *files_left_over(folder))
         line = first_match(row.named, log)
         good = bool(re.fullmatch(row.end, end) and (line or not row.named) and equal)
         if self.logs and not (good and not left_over):

@@ -164,14 +164,17 @@ class FaultRun:
             state = self.state()
         return state if state in FINAL else f"{state} after {seconds:g} s"
 
-    def left_over(self) -> list[str]:
-        """Ranks of the job on any node and temporary files in its folder, 10 s after the end."""
+    def ranks_left_over(self) -> list[str]:
+        """Ranks of the job on any node, 10 s after its end."""
         give_up = time.monotonic() + 10
         while time.monotonic() < give_up and any(map(self.rank_pids, range(len(NODES)))):
             time.sleep(0.2)
-        found = [f"rank {rank}" for rank in range(len(NODES)) if self.rank_pids(rank)]
-        names = [path.name for path in self.folder.glob(".*")]
-        return found + [name for name in names if not name.endswith(".lock")]
+        return [f"rank {rank}" for rank in range(len(NODES)) if self.rank_pids(rank)]
+
+
+def files_left_over(folder: Path) -> list[str]:
+    """Temporary files of a job."""
+    return [path.name for path in folder.glob(".*") if path.suffix != ".lock"]
 
 
 def _is_training(pid: int) -> bool:
