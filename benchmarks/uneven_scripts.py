@@ -3,8 +3,10 @@
     python benchmarks/uneven_scripts.py [STYLE ...]
     python benchmarks/uneven_scripts.py --overhead
 
-Each style runs on three gloo ranks of this machine. A rank's compute is a sleep in proportion to
-its samples, so the figures are of the shares and the loop, not of the cores.
+Each style runs on three gloo ranks of this machine, and on each of them alone with its share. A
+rank's compute is a sleep in proportion to its samples, so the figures are of the shares and the
+loop, not of the cores. The ranks alone run at once, too: what a process does after a sleep can take
+ten times as long on a virtual machine that takes unused memory away.
 
 --overhead: what --uneven costs on two ranks with equal shares: the processor time of a step of a
 plain loop, with and without it in turns, and what that is of steps of 10, 30 and 100 ms.
@@ -21,6 +23,7 @@ SECONDS_PER_SAMPLE = 0.002
 SLOWNESS = (4, 2, 1)
 """Of each rank."""
 SHARES = "1,2,4"
+ALONE_SHARES = (12, 24, 48)
 BATCH_SIZE = 28
 """Of the script, for each rank: the global batch is 84."""
 STEPS = 20
@@ -41,6 +44,7 @@ def make_model():  # type: ignore[no-untyped-def]
             super().__init__()
             self.layer = nn.Linear(8, 2)
             self.calls = self.samples = 0
+            self.slowness = SLOWNESS[int(os.environ.get("ALONE") or os.environ["RANK"]) % 3]
             self.began = 0.0
 
         def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None):  # type: ignore[no-untyped-def]
@@ -48,7 +52,7 @@ def make_model():  # type: ignore[no-untyped-def]
                 self.began = time.perf_counter()
             self.calls += 1
             self.samples += len(x) if self.calls > WARM_UP else 0
-            time.sleep(len(x) * SECONDS_PER_SAMPLE * SLOWNESS[int(os.environ["RANK"]) % 3])
+            time.sleep(len(x) * SECONDS_PER_SAMPLE * self.slowness)
             outputs = self.layer(x)
             if labels is None:
                 return outputs
@@ -57,11 +61,17 @@ def make_model():  # type: ignore[no-untyped-def]
     return Slow()
 
 
+def batch_size() -> int:
+    """Of this rank's loader."""
+    alone = os.environ.get("ALONE")
+    return ALONE_SHARES[int(alone)] if alone else BATCH_SIZE
+
+
 def make_data():  # type: ignore[no-untyped-def]
     import torch
     from torch.utils.data import TensorDataset
 
-    count = 3 * BATCH_SIZE * STEPS
+    count = int(os.environ["WORLD_SIZE"]) * batch_size() * STEPS
     return TensorDataset(torch.randn(count, 8), torch.randint(0, 2, (count,)))
 
 
@@ -74,7 +84,7 @@ def plain(model, data) -> None:  # type: ignore[no-untyped-def]
     dist.init_process_group("gloo")
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    for x, y in DataLoader(data, BATCH_SIZE, sampler=DistributedSampler(data)):
+    for x, y in DataLoader(data, batch_size(), sampler=DistributedSampler(data)):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(ddp(x), y).backward()
         optimizer.step()
@@ -87,7 +97,7 @@ def accelerate(model, data) -> None:  # type: ignore[no-untyped-def]
 
     accelerator = Accelerator(cpu=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(data, BATCH_SIZE, shuffle=True)
+    loader = DataLoader(data, batch_size(), shuffle=True)
     wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for x, y in loader:
         optimizer.zero_grad()
@@ -113,7 +123,7 @@ def lightning(model, data) -> None:  # type: ignore[no-untyped-def]
 
     off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = L.Trainer(accelerator="cpu", devices="auto", strategy="ddp", max_epochs=1, **off)
-    trainer.fit(Module(), DataLoader(data, BATCH_SIZE, shuffle=True))
+    trainer.fit(Module(), DataLoader(data, batch_size(), shuffle=True))
 
 
 def fabric(model, data) -> None:  # type: ignore[no-untyped-def]
@@ -125,7 +135,7 @@ def fabric(model, data) -> None:  # type: ignore[no-untyped-def]
     fabric.launch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapped, optimizer = fabric.setup(model, optimizer)
-    for x, y in fabric.setup_dataloaders(DataLoader(data, BATCH_SIZE, shuffle=True)):
+    for x, y in fabric.setup_dataloaders(DataLoader(data, batch_size(), shuffle=True)):
         optimizer.zero_grad()
         fabric.backward(torch.nn.functional.cross_entropy(wrapped(x), y))
         optimizer.step()
@@ -140,7 +150,7 @@ def hugging_face(model, data) -> None:  # type: ignore[no-untyped-def]
         arguments = TrainingArguments(
             folder,
             use_cpu=True,
-            per_device_train_batch_size=BATCH_SIZE,
+            per_device_train_batch_size=batch_size(),
             num_train_epochs=1,
             save_strategy="no",
             report_to=[],
@@ -173,7 +183,7 @@ def run_ranks(words: list[str], port: int, *, uneven: bool, shares: str) -> list
     """What the ranks of this file measured."""
     option = ["--uneven"] if uneven else []
     world_size = len(shares.split(","))
-    ranks = []
+    processes = []
     for rank in range(world_size):
         environ = {
             "RANK": str(rank),
@@ -181,23 +191,24 @@ def run_ranks(words: list[str], port: int, *, uneven: bool, shares: str) -> list
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": "1" if rank == 0 else str(world_size - 1),
             "GROUP_RANK": str(min(rank, 1)),
-            "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
             "DDP_SLURM_SHARES": shares,
             "DDP_SLURM_TASKS_PER_NODE": f"1,{world_size - 1}",
         }
-        command = [sys.executable, "-m", "ddp_slurm.run", *option, __file__, *words]
-        ranks.append(
-            subprocess.Popen(
-                command, env={**os.environ, **environ}, stdout=subprocess.PIPE, text=True
-            )
-        )
-    found = []
-    for process in ranks:
-        output = process.communicate()[0]
-        found.append(json.loads(output[output.index("RESULT {") + 7 :].partition("\n")[0]))
+        processes.append(start([*option, __file__, *words], environ))
+    return [result(process) for process in processes]
+
+
+def start(words: list[str], environ: dict[str, str]) -> "subprocess.Popen[str]":
+    common = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "MASTER_ADDR": "127.0.0.1"}
+    command = [sys.executable, "-m", "ddp_slurm.run", *words]
+    environ = {**os.environ, **common, **environ}
+    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True)
+
+
+def result(process: "subprocess.Popen[str]") -> dict[str, float]:
+    output = process.communicate()[0]
+    found: dict[str, float] = json.loads(output[output.index("RESULT {") + 7 :].partition("\n")[0])
     return found
 
 
@@ -205,6 +216,20 @@ def samples_per_second(style: str, port: int, *, uneven: bool) -> float:
     """Of all ranks together, after the warm-up."""
     found = run_ranks(["--rank", style], port, uneven=uneven, shares=SHARES)
     return sum(rank["samples"] for rank in found) / max(rank["seconds"] for rank in found)
+
+
+def sum_alone(style: str, port: int) -> float:
+    """Samples a second of the ranks, each a world of its own with its share, at once."""
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    processes = [
+        start(
+            [__file__, "--rank", style],
+            {**one, "MASTER_PORT": str(port + rank), "ALONE": str(rank)},
+        )
+        for rank in range(len(SLOWNESS))
+    ]
+    found = [result(process) for process in processes]
+    return sum(rank["samples"] / rank["seconds"] for rank in found)
 
 
 def be_a_timed_rank() -> None:
@@ -219,7 +244,7 @@ def be_a_timed_rank() -> None:
     data = make_data()
     ddp = DistributedDataParallel(torch.nn.Linear(8, 2))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    loader = DataLoader(data, BATCH_SIZE, sampler=DistributedSampler(data))
+    loader = DataLoader(data, batch_size(), sampler=DistributedSampler(data))
     times = []
     for _ in range(ROUNDS):
         began = time.process_time()
@@ -249,12 +274,17 @@ def overhead() -> None:
 
 
 def main(styles: list[str]) -> None:
-    total = sum(1 / (SECONDS_PER_SAMPLE * slowness) for slowness in SLOWNESS)
-    print(f"sum of the ranks alone: {total:.0f} samples/s")
+    asleep = sum(1 / (SECONDS_PER_SAMPLE * slowness) for slowness in SLOWNESS)
+    print(f"their sleep alone would allow {asleep:.0f} samples/s")
     for number, style in enumerate(styles):
-        equal = samples_per_second(style, 29610 + 2 * number, uneven=False)
-        uneven = samples_per_second(style, 29611 + 2 * number, uneven=True)
-        print(f"{style}: equal {equal / total:.2f} of the sum, --uneven {uneven / total:.2f}")
+        total = sum_alone(style, 29610 + 8 * number)
+        equal = samples_per_second(style, 29614 + 8 * number, uneven=False)
+        uneven = samples_per_second(style, 29615 + 8 * number, uneven=True)
+        print(
+            f"{style}: the ranks alone {total:.0f} samples/s; equal {equal / total:.2f} of that, "
+            f"--uneven {uneven / total:.2f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
