@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddp_slurm.training.links.exchange import LEAST_IN_A_PIECE
+
 from .links_worker import (
     compressed_gradients,
     forget_to_average,
@@ -43,9 +45,10 @@ def test_two_levels_are_wrong_without_the_loss_weight(tmp_path: Path) -> None:
         assert worst_error(found, expected) > 1e-2
 
 
+@pytest.mark.parametrize("numbers", [1001, 3 * LEAST_IN_A_PIECE + 5])
 @pytest.mark.parametrize("two_levels", [True, False])
-def test_sum_in_bf16_rounds_twice(tmp_path: Path, two_levels: bool) -> None:
-    values = torch.randn(7, 1001, generator=torch.Generator().manual_seed(1))
+def test_sum_in_bf16_rounds_twice(tmp_path: Path, two_levels: bool, numbers: int) -> None:
+    values = torch.randn(7, numbers, generator=torch.Generator().manual_seed(1))
     exact = values.double().sum(dim=0)
     found = run_world(tmp_path, TASKS, summed_in_bf16, values, two_levels)
     rounding = 2.0**-8  # half of the last of 8 bits
