@@ -23,9 +23,9 @@ SECONDS_PER_SAMPLE = 0.002
 SLOWNESS = (4, 2, 1)
 """Of each rank."""
 SHARES = "1,2,4"
-ALONE_SHARES = (12, 24, 48)
 BATCH_SIZE = 28
 """Of the script, for each rank: the global batch is 84."""
+ALONE_SHARES = tuple(84 * int(part) // 7 for part in SHARES.split(","))
 STEPS = 20
 WARM_UP = 5
 ROUNDS = 30

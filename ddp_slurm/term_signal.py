@@ -16,8 +16,8 @@ RANK_0_GRACE_SECONDS = 5.0
 """Between SIGTERM and the end of rank 0 where Slurm does not respond: the signal to save may follow
 without its help (PreemptParameters=send_user_signal)."""
 OTHERS_GRACE_SECONDS = 20.0
-"""Of the other ranks: they wait until rank 0 knows whether the job is preempted. Slurm itself ends
-them after KillWait, 30 seconds where a site has not changed it."""
+"""Of the other ranks: they wait until one that asks knows whether the job is preempted. Slurm
+itself ends them after KillWait, 30 seconds where a site has not changed it."""
 ASK_SECONDS = 8.0
 AGAIN_SECONDS = 1.0
 """Slurm may send SIGTERM just before it shows the time of the preemption."""

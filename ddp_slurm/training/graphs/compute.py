@@ -252,9 +252,7 @@ def as_graph(
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        reasons.append("memory ran out")
-    if reasons:
-        compute.forget()
+        return None
     return None if reasons else run
 
 

@@ -74,8 +74,9 @@ def first_step_line(rendezvous_seconds: float) -> str:
     )
 
 
-def resume_line(path: Path, done: str, samples: int, step: int) -> str:
+def resume_line(path: Path, epoch: int, epochs: int, samples: int, step: int) -> str:
     """Where the training goes on, after a number of epochs and samples of the next one."""
+    done = f"epoch {epoch} of {epochs} done"
     return f"resumed from {path}: {done}, then {samples} samples, step {step}"
 
 

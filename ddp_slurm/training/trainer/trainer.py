@@ -125,8 +125,8 @@ class Trainer:
             stop_when_preempted(rank, self.world.ranks[rank].local_rank)
         if self._saver.load() and self.prints:
             assert self.config.snapshot is not None
-            done = f"epoch {self.epoch} of {self.config.total_epochs} done"
-            say(resume_line(self.config.snapshot.path, done, self.samples_done, self.step))
+            path, epochs = self.config.snapshot.path, self.config.total_epochs
+            say(resume_line(path, self.epoch, epochs, self.samples_done, self.step))
         if self.config.metrics_path is not None and self.world.rank == 0:
             self.records.add(open_recorder(self.config.metrics_path, self.step))
         if self.prints:

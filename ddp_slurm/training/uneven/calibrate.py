@@ -103,14 +103,8 @@ class StepTimes:
     def _seconds_of_update(self) -> float:
         if self._optimizer is None:
             return 0.0
-        times = []
-        for _ in range(REPEATS):
-            wait_for_device(self._step.device)
-            started = time.perf_counter()
-            self._optimizer.step()
-            wait_for_device(self._step.device)
-            times.append(time.perf_counter() - started)
-        return min(times)
+        update, device = self._optimizer.step, self._step.device
+        return min(_seconds_of(update, device) for _ in range(REPEATS))
 
     def _is_too_long(self, size: int) -> bool:
         smaller = [seconds for n, seconds in self.seconds.items() if n < size]
@@ -147,15 +141,15 @@ def timed_step(
     step: TrainingStep, work: nn.Module, optimizer: Optimizer | None, inputs: Any, targets: Any
 ) -> float:
     """Seconds of forward, backward and, with an optimizer, update."""
-    wait_for_device(step.device)
-    started = time.perf_counter()
-    with step.autocast():
-        loss = step.loss_function(work(inputs), targets)
-    loss.backward()  # type: ignore[no-untyped-call]
-    if optimizer is not None:
-        optimizer.step()
-    wait_for_device(step.device)
-    seconds = time.perf_counter() - started
+
+    def run() -> None:
+        with step.autocast():
+            loss = step.loss_function(work(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if optimizer is not None:
+            optimizer.step()
+
+    seconds = _seconds_of(run, step.device)
     work.zero_grad(set_to_none=True)
     return seconds
 
@@ -185,24 +179,32 @@ def seconds_of_step(
             spent += seconds
     if is_first and best < QUICK_SECONDS:
         best = min(best, _seconds_of_graph(step, optimizer, size))
-        work.zero_grad(set_to_none=True)
     return best
 
 
 def _seconds_of_graph(step: TrainingStep, optimizer: Optimizer | None, size: int) -> float:
-    run = step.graphed(*step.get_batch(size)) if step.graphed is not None else None
-    if run is None:
+    if step.graphed is None:
         return math.inf
-    best = math.inf
-    for _ in range(REPEATS):
-        wait_for_device(step.device)
-        started = time.perf_counter()
-        run()
+    graph = step.graphed(*step.get_batch(size))
+
+    def run() -> None:
+        assert graph is not None
+        graph()
         if optimizer is not None:
             optimizer.step()
-        wait_for_device(step.device)
-        best = min(best, time.perf_counter() - started)
+
+    repeats = REPEATS if graph is not None else 0
+    best = min((_seconds_of(run, step.device) for _ in range(repeats)), default=math.inf)
+    step.model.zero_grad(set_to_none=True)
     return best
+
+
+def _seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    wait_for_device(device)
+    started = time.perf_counter()
+    work()
+    wait_for_device(device)
+    return time.perf_counter() - started
 
 
 def wait_for_device(device: torch.device) -> None:
