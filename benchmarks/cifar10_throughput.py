@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 benchmarks/cifar10_throughput.py
     torchrun --nproc-per-node 2 benchmarks/cifar10_throughput.py --precision fp32 --batch-size 256
+    torchrun --nproc-per-node 2 benchmarks/cifar10_throughput.py --model lenet --batch-size 256
 
 The DataLoader loop is the usual one: torchvision's transforms in a DataLoader with six workers,
 DistributedSampler, DDP, fp32. It is left out if torchvision is not installed. The images are
@@ -22,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from ddp_slurm.examples.cifar10 import MEAN, STD
-from ddp_slurm.examples.models import resnet18, small_resnet, to_channels_last
+from ddp_slurm.examples.models import lenet, resnet18, small_resnet, to_channels_last
 from ddp_slurm.training import (
     ResidentImages,
     Trainer,
@@ -31,11 +32,14 @@ from ddp_slurm.training import (
     init_distributed,
 )
 
+MODELS = {"small": small_resnet, "resnet18": resnet18, "lenet": lenet}
+
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
 )
 parser.add_argument("--batch-size", type=int, help="per rank; default 512 on a GPU, 32 on a CPU")
 parser.add_argument("--steps", type=int, help="per measurement; default 90 on a GPU, 10 on a CPU")
+parser.add_argument("--model", choices=MODELS, help="default resnet18 on a GPU, small on a CPU")
 parser.add_argument("--precision", default="auto")
 parser.add_argument(
     "--workers", type=int, default=6, help="of the usual loop's DataLoader, per rank"
@@ -44,20 +48,25 @@ parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
 LINE = "images/s of one rank: "
 
 
-def network(world: World) -> nn.Module:
+def network(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return resnet18() if world.device.type == "cuda" else small_resnet()
+    return MODELS[name]()
 
 
-def trainer_rate(world: World, batch: int, steps: int, precision: str) -> float:
+def trainer_rate(world: World, name: str, batch: int, steps: int, precision: str) -> float:
     """The median over tenths of an epoch, the first two left out; on rank 0."""
     samples = batch * world.world_size * steps
     images = torch.randint(0, 256, (samples, 32, 32, 3), dtype=torch.uint8)
     labels = torch.randint(0, 10, (samples,))
     data = ResidentImages(images, labels, world.device, mean=MEAN, std=STD, augment=True)
-    model = to_channels_last(network(world)).to(world.device)
+    model = to_channels_last(network(name)).to(world.device)
     optimizer = torch.optim.SGD(
-        model.parameters(), lr=0.01, momentum=0.9, nesterov=True, weight_decay=5e-4
+        model.parameters(),
+        lr=0.01,
+        momentum=0.9,
+        nesterov=True,
+        weight_decay=5e-4,
+        fused=world.device.type == "cuda",
     )
     rates: list[float] = []
     Trainer(
@@ -77,7 +86,7 @@ def trainer_rate(world: World, batch: int, steps: int, precision: str) -> float:
     return statistics.median(rates[2:]) if rates else 0.0
 
 
-def usual_rate(world: World, batch: int, steps: int, workers: int) -> float | None:
+def usual_rate(world: World, name: str, batch: int, steps: int, workers: int) -> float | None:
     """The loop of the tutorials; None without torchvision."""
     try:
         from torchvision import transforms
@@ -111,7 +120,7 @@ def usual_rate(world: World, batch: int, steps: int, workers: int) -> float | No
         num_workers=workers if gpu else 0,
         pin_memory=gpu,
     )
-    model = nn.parallel.DistributedDataParallel(network(world).to(world.device))
+    model = nn.parallel.DistributedDataParallel(network(name).to(world.device))
     optimizer = torch.optim.SGD(
         model.parameters(), lr=0.01, momentum=0.9, nesterov=True, weight_decay=5e-4
     )
@@ -166,15 +175,16 @@ def main() -> None:
             arguments.batch_size or (512 if gpu else 32),
             arguments.steps or (90 if gpu else 10),
         )
-        together = trainer_rate(world, batch, steps, arguments.precision)
+        name = arguments.model or ("resnet18" if gpu else "small")
+        together = trainer_rate(world, name, batch, steps, arguments.precision)
         if arguments.alone:
             print(f"{LINE}{together}")
             return
-        usual = usual_rate(world, batch, steps, arguments.workers)
+        usual = usual_rate(world, name, batch, steps, arguments.workers)
         dist.barrier(group=world.control)
         if world.rank == 0:
             device = torch.cuda.get_device_name() if gpu else "cpu"
-            what = f"batch {batch} a rank, precision {arguments.precision}"
+            what = f"{name}, batch {batch} a rank, precision {arguments.precision}"
             print(f"{world.world_size} x {device}, {what}")
             print(f"Trainer, 1 rank: {one:,.0f} images/s")
             print(f"Trainer, {world.world_size} ranks: {together:,.0f} images/s")

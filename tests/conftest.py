@@ -4,7 +4,8 @@ import itertools
 import os
 import re
 import signal
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -29,6 +30,20 @@ LEFT_BY_A_LAUNCHER = re.compile(
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment without what another job or launcher left in it."""
     return {name: value for name, value in environ.items() if not LEFT_BY_A_LAUNCHER.match(name)}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """For what jobs and torchruns that are killed leave behind. Users of a lab may write to it."""
+    tmp_path_factory.getbasetemp()  # remains where pytest says
+    with (
+        tempfile.TemporaryDirectory(prefix="ddp_slurm_tests.", ignore_cleanup_errors=True) as name,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        os.chmod(name, 0o1777)
+        patch.setitem(os.environ, "TMPDIR", name)
+        patch.setattr(tempfile, "tempdir", None)
+        yield
 
 
 @pytest.fixture

@@ -28,12 +28,7 @@ CARDS = {
     "gamma": "0|11264|7.5|NVIDIA GeForce RTX 2080 Ti\n",
 }
 ROOT = Path(__file__).parents[2]
-pytestmark = [
-    pytest.mark.timeout(1500),
-    pytest.mark.skipif(
-        not os.environ.get("DDP_SLURM_TEST_GUIDE"), reason="takes minutes: make test-guide"
-    ),
-]
+pytestmark = pytest.mark.timeout(1500)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +74,9 @@ def test_guide_leads_from_bare_machines_to_a_training(
     assert "JobState=COMPLETED" in last, done.stdout
 
 
+@pytest.mark.skipif(
+    not os.environ.get("DDP_SLURM_TEST_GUIDE"), reason="takes minutes: make test-guide"
+)
 @pytest.mark.parametrize("name", BATCHES)
 def test_doctor_names_planted_faults_and_the_cures_cure(
     fresh: SystemdMachines, outputs: dict[int, str], name: str
