@@ -9,17 +9,17 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
 from ipaddress import IPv4Address
+from typing import NamedTuple
 
-from ddp_slurm.admin.gpus import Gpu, Outputs, parse_gpus, undivided_mig_cards
+from ddp_slurm.admin.gpus import Gpu, parse_gpus, successful_text, undivided_mig_cards
 from ddp_slurm.cluster import Node
 from ddp_slurm.ssh.command import RemoteError
-from ddp_slurm.ssh.run import Runner, run, run_script
+from ddp_slurm.ssh.run import Runner, last_lines, run, run_script
 
 FACTS_TIMEOUT_SECONDS = 300.0
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """A command's exit status, and its standard output and error as one text."""
 
     status: int
@@ -53,6 +53,10 @@ class Facts:
     def block(self, name: str) -> Block | None:
         blocks = self.blocks.get(name)
         return blocks[0] if blocks else None
+
+    def answer(self, name: str) -> str:
+        """What a command printed where it succeeded; empty elsewhere."""
+        return successful_text(self.blocks, name)
 
     def block_lines(self, name: str) -> list[str]:
         block = self.block(name)
@@ -99,19 +103,12 @@ class Facts:
 
     @cached_property
     def gpus(self) -> tuple[Gpu, ...]:
-        return parse_gpus(self._outputs)
+        return parse_gpus(self.blocks)
 
     @cached_property
     def undivided_mig_cards(self) -> list[int]:
         """The indices of cards with MIG enabled but without instances."""
-        return undivided_mig_cards(self._outputs)
-
-    @cached_property
-    def _outputs(self) -> Outputs:
-        outputs = {}
-        for name, blocks in self.blocks.items():
-            outputs[name] = [(block.status, block.text) for block in blocks]
-        return outputs
+        return undivided_mig_cards(self.blocks)
 
     @cached_property
     def interface_of_address(self) -> dict[str, str]:
@@ -199,33 +196,23 @@ def parse_facts(text: str) -> Facts:
         tail = lines[-1] if lines else ""
         raise RemoteError(f"the output is incomplete; its last line is {tail!r}") from None
     values: dict[str, list[str]] = {}
-    blocks: dict[str, list[_OpenBlock]] = {}
-    current = _OpenBlock(0)
+    blocks: dict[str, list[tuple[int, list[str]]]] = {}
+    block_lines: list[str] = []
     for line in lines[begin:end]:
         if line.startswith("|"):
-            current.lines.append(line[1:])
+            block_lines.append(line[1:])
         elif line.startswith("fact "):
             _, key, value = f"{line} ".split(" ", 2)
             values.setdefault(key, []).append(value.strip())
         elif line.startswith("block "):
             _, name, status = f"{line} ".split(" ", 2)
-            current = _OpenBlock(int(status) if status.strip().isdecimal() else 1)
-            blocks.setdefault(name, []).append(current)
-    return Facts(
-        {key: tuple(items) for key, items in values.items()},
-        {name: tuple(block.close() for block in items) for name, items in blocks.items()},
-    )
-
-
-@dataclass
-class _OpenBlock:
-    """A block whose lines are still being read."""
-
-    status: int
-    lines: list[str] = field(default_factory=list)
-
-    def close(self) -> Block:
-        return Block(self.status, "\n".join(self.lines))
+            block_lines = []
+            number = int(status) if status.strip().isdecimal() else 1
+            blocks.setdefault(name, []).append((number, block_lines))
+    whole_blocks = {}
+    for name, opened in blocks.items():
+        whole_blocks[name] = tuple(Block(status, "\n".join(text)) for status, text in opened)
+    return Facts({key: tuple(items) for key, items in values.items()}, whole_blocks)
 
 
 def facts_script(settings: Mapping[str, str]) -> str:
@@ -235,12 +222,7 @@ def facts_script(settings: Mapping[str, str]) -> str:
     return "\n".join([*assignments, script.read_text(encoding="utf-8")])
 
 
-def gather(
-    node: Node,
-    settings: Mapping[str, str] | None = None,
-    *,
-    runner: Runner = run,
-) -> Facts:
+def gather(node: Node, settings: Mapping[str, str] | None = None, *, runner: Runner = run) -> Facts:
     """Ask one node.
 
     Raises RemoteError where it cannot be reached or its shell did not get through the script.
@@ -252,8 +234,8 @@ def gather(
     try:
         facts = parse_facts(answer.out)
     except RemoteError as error:
-        messages = answer.err.strip().splitlines()
-        cause = f"; its error output ends with {messages[-1]!r}" if messages else ""
+        message = last_lines(answer.err)
+        cause = f"; its error output ends with {message!r}" if message else ""
         raise RemoteError(f"{node.name}: {error}{cause}") from None
     now = facts.first("now") or ""
     if not re.fullmatch(r"\d+(\.\d+)?", now):

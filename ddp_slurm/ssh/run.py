@@ -63,13 +63,18 @@ def run(
 
 
 def _cause(stderr: str) -> str:
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    cause = lines[-1] if lines else "the connection was closed"
+    cause = last_lines(stderr) or "the connection was closed"
     if "Host key verification failed" in stderr:
         return f"{cause} Log in once by hand to see and accept the node's key"
     if "Permission denied" in stderr:
         return f"{cause} Password logins are not used; copy your key there with ssh-copy-id"
     return cause
+
+
+def last_lines(text: str, count: int = 1) -> str:
+    """The last ``count`` lines with something in them, separated by `` | ``."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " | ".join(lines[-count:])
 
 
 def run_script(

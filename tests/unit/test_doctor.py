@@ -234,8 +234,6 @@ def test_cluster_to_ask_is_slurms_without_a_file(
     scontrol.write_text("#!/bin/sh\nexit 1\n")
     with pytest.raises(asking.DoctorError, match="--cluster FILE"):
         asking.cluster_to_ask(None)
-    with pytest.raises(asking.DoctorError, match="'telnet' does not exist"):
-        asking.runner_of("telnet")
 
 
 def test_credential_comes_from_the_first_able_node() -> None:

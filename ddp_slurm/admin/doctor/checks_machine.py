@@ -35,13 +35,9 @@ class _Claim:
 
 def hardware(snapshot: Snapshot) -> Findings:
     """No node has less memory or fewer cores than configured; slurmd would be drained."""
-    is_checked_by_slurm = "config_overrides" not in snapshot.slurm_config.get(
-        "SlurmdParameters", ""
-    )
-    for node in snapshot.cluster.nodes:
-        facts = snapshot.facts.get(node.name)
-        if facts is None:
-            continue
+    parameters = snapshot.slurm_config.get("SlurmdParameters", "")
+    is_checked_by_slurm = "config_overrides" not in parameters
+    for node, facts in snapshot.responding():
         cores = _product(node.sockets, node.cores_per_socket)
         claims = _claims("cluster.yaml", facts, node.memory_mb, node.cpus, cores)
         seen = snapshot.slurm_nodes.get(node.name)
@@ -74,9 +70,8 @@ def _claims(
 
 def gpu_count(snapshot: Snapshot) -> Findings:
     """Every node has exactly the GPUs that are configured."""
-    for node in snapshot.cluster.nodes:
-        facts = snapshot.facts.get(node.name)
-        if facts is None or _driver_error(facts):
+    for node, facts in snapshot.responding():
+        if _driver_error(facts):
             continue
         configured = {"cluster.yaml": node.gpu_count}
         if node.name in snapshot.slurm_nodes:

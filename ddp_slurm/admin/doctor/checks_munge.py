@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from ddp_slurm.admin.doctor.finding import Finding, Findings, error, skipped
 from ddp_slurm.admin.doctor.snapshot import Snapshot
 from ddp_slurm.admin.facts import Block
+from ddp_slurm.ssh.run import last_lines
 
 INSTALL = "ddp-slurm cluster install --step munge"
 
@@ -59,8 +60,7 @@ def _decoding_error(name: str, block: Block, credential_from: str) -> Finding | 
         return error(name, cause, f"{INSTALL}; munged reads its key at start only")
     is_clock = re.search(r"Expired|Rewound|Replayed", block.text)  # the check "clock" reports it
     if block.status and not is_clock:
-        last_line = block.text.strip().splitlines()[-1:] or ["no message"]
-        return error(name, f"munge: {last_line[0].strip()}", INSTALL)
+        return error(name, f"munge: {last_lines(block.text) or 'no message'}", INSTALL)
     return None
 
 

@@ -62,9 +62,8 @@ def _is_loopback(address: str) -> bool:
 
 def interface(snapshot: Snapshot) -> Findings:
     """The network interface of cluster.yaml exists on its node and is up."""
-    for node in snapshot.cluster.nodes:
-        facts = snapshot.facts.get(node.name)
-        if facts is None or node.interface is None:
+    for node, facts in snapshot.responding():
+        if node.interface is None:
             continue
         states = dict(line.split()[:2] for line in facts.values.get("interface", ()))
         state = states.get(node.interface)
@@ -82,10 +81,9 @@ def packet_size(snapshot: Snapshot) -> Findings:
     Otherwise large packets vanish: names resolve and ranks meet, and the first all-reduce hangs.
     """
     nodes_of_mtu: dict[str, list[str]] = {}
-    for node in snapshot.cluster.nodes:
-        facts = snapshot.facts.get(node.name)
-        used = _used_interface(snapshot, node, facts) if facts else None
-        for line in facts.values.get("mtu", ()) if facts else ():
+    for node, facts in snapshot.responding():
+        used = _used_interface(snapshot, node, facts)
+        for line in facts.values.get("mtu", ()):
             name, mtu = line.split()
             if name == used and mtu != "0":
                 nodes_of_mtu.setdefault(mtu, []).append(node.name)

@@ -194,10 +194,11 @@ def cards_compute(snapshot: Snapshot) -> Findings:
 
     A card that a job fills or holds alone is no error: it works.
     """
-    for name, facts in _with_gpus(snapshot).items():
-        if facts.training.get("cuda", "none") == "none" or "cards" not in facts.training:
+    for node, facts in snapshot.responding():
+        has_torch_for_gpus = facts.training.get("cuda", "none") != "none"
+        if not (node.gpus and has_torch_for_gpus and "cards" in facts.training):
             continue
-        planned = snapshot.node(name).gpu_count
+        name, planned = node.name, node.gpu_count
         failures = facts.training.get("card_errors", "")
         found = int(facts.training["cards"])
         if re.search(r"out of memory|busy or unavailable", failures):
@@ -248,11 +249,7 @@ def libc(snapshot: Snapshot) -> Findings:
 
 
 def _with_gpus(snapshot: Snapshot) -> dict[str, Facts]:
-    nodes = {}
-    for node in snapshot.cluster.nodes:
-        if node.gpus and node.name in snapshot.facts:
-            nodes[node.name] = snapshot.facts[node.name]
-    return nodes
+    return {node.name: facts for node, facts in snapshot.responding() if node.gpus}
 
 
 def _groups(values_of_node: Mapping[str, Mapping[str, str]], key: str) -> dict[str, list[str]]:

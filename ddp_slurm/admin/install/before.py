@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 
-from ddp_slurm.admin.install.steps import InstallError, last_lines, run_shell
+from ddp_slurm.admin.install.steps import InstallError, error_text, run_shell
 from ddp_slurm.admin.slurm_releases import (
     DEFAULT_RELEASE,
     FIRST_WITH_CGROUP_V2,
@@ -59,7 +59,7 @@ def look(
         if isinstance(answer, RemoteError):
             absent[name] = str(answer)
         elif answer.status != 0:
-            absent[name] = f"{name}: {last_lines(answer.err)}"
+            absent[name] = f"{name}: {error_text(answer)}"
         else:
             nodes[name] = _parse(answer.out)
     causes = [cause for name, cause in absent.items() if name in needed]

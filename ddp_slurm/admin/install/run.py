@@ -8,13 +8,7 @@ from ddp_slurm.admin.install.settings import (
     settings_of_controller,
     settings_of_release,
 )
-from ddp_slurm.admin.install.steps import (
-    InstallError,
-    Outcome,
-    Step,
-    chosen_steps,
-    run_step,
-)
+from ddp_slurm.admin.install.steps import InstallError, Outcome, Step, chosen_steps, run_step
 from ddp_slurm.cluster import Cluster, Node
 from ddp_slurm.errors import did_you_mean
 from ddp_slurm.ssh.run import Runner, run
