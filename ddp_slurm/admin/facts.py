@@ -138,11 +138,13 @@ class Facts:
         """The routes of /proc/net/route that are up."""
         for line in self.block_lines("routes")[1:]:
             columns = line.split()
-            if len(columns) < 8 or not _are_hexadecimal(columns[1], columns[3], columns[7]):
+            try:
+                is_up = int(columns[3], 16) & 1  # RTF_UP
+                route = _Route(columns[0], _kernel_number(columns[1]), _kernel_number(columns[7]))
+            except (IndexError, ValueError):  # a damaged line
                 continue
-            is_up = int(columns[3], 16) & 1  # RTF_UP
             if is_up:
-                yield _Route(columns[0], _kernel_number(columns[1]), _kernel_number(columns[7]))
+                yield route
 
     def link_speed_mbit(self, interface: str) -> int | None:
         for line in self.values.get("interface", ()):
@@ -174,13 +176,9 @@ class _Route:
     mask: int
 
 
-def _are_hexadecimal(*words: str) -> bool:
-    return all(re.fullmatch("[0-9A-Fa-f]{1,8}", word) for word in words)
-
-
 def _kernel_number(text: str) -> int:
     """/proc/net/route prints the hexadecimal number that an address's four bytes are in memory."""
-    return int.from_bytes(int(text, 16).to_bytes(4, "little"), "big")
+    return int.from_bytes(bytes.fromhex(text), "little")
 
 
 def parse_facts(text: str) -> Facts:

@@ -20,7 +20,7 @@ Source: include/drm/drm_file.h of the kernel.
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What slurm.conf says of a node besides its name."""
+    """What slurm.conf states about a node besides its name."""
 
     address: str | None
     cpus: int
@@ -143,7 +143,7 @@ def partition_lines(nodes: Sequence[Node]) -> list[PartitionLine]:
 
 
 def gres_lines(nodes: Sequence[Node], installation: Installation) -> list[GresLine]:
-    """A line a model of card.
+    """A line for each model of card.
 
     Nodes with divided cards (MIG) have one line: an instance has device files of numbers that
     change whenever the card is divided.

@@ -16,7 +16,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def application(token: str) -> web.Application:
-    """An application that answers only who knows the token."""
+    """An application that answers only clients that know the token."""
 
     @web.middleware
     async def check_token(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -62,7 +62,7 @@ async def send_piece(request: web.Request, pieces: Pieces, piece: int) -> web.St
 
 
 def _next(chunks: Iterator[bytes]) -> bytes:
-    """The next one; empty after the last: asyncio cannot carry StopIteration."""
+    """The next one; empty after the last: a thread cannot pass StopIteration to asyncio."""
     return next(chunks, b"")
 
 

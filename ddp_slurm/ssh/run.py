@@ -44,7 +44,7 @@ def run(
     """Run ``argv`` on the node, each item one word there whatever it contains.
 
     ``input`` is its standard input (empty if None). Raises RemoteError when the node cannot be
-    reached or the command is not done after ``timeout_seconds``; any exit status of the command
+    reached or the command does not end within ``timeout_seconds``; any exit status of the command
     itself is an Answer.
     """
     local = is_local(node)
@@ -55,7 +55,7 @@ def run(
     answer = ask(command, timeout_seconds=timeout_seconds, input=input or b"")
     # A command may itself end with the exit status that stands for a time-out, but only earlier.
     if answer.status == TIMED_OUT and time.monotonic() - start >= timeout_seconds:
-        raise RemoteError(f"{node.name}: {argv[0]} was not done after {timeout_seconds:g} s")
+        raise RemoteError(f"{node.name}: {argv[0]} did not end within {timeout_seconds:g} s")
     if not local and answer.status == SSH_FAILED:
         cause = _cause(answer.err)
         raise RemoteError(f"{node.name}: cannot be reached by ssh ({destination(node)}): {cause}")

@@ -23,7 +23,7 @@ TASK_ENDED = re.compile(r"srun: error: \S+: tasks? [0-9,-]+: ")
 
 
 class DoctorError(DdpSlurmError):
-    """There is no node to ask."""
+    """No node can be asked."""
 
 
 def cluster_to_ask(file: Path | None) -> Cluster:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from ddp_slurm.admin.doctor.finding import Finding, Findings, error, skipped, warning
 from ddp_slurm.admin.doctor.snapshot import Snapshot
@@ -13,24 +12,10 @@ PROBE = "ddp-slurm cluster probe, then ddp-slurm cluster install"
 CLOCK = "ddp-slurm cluster install --step clock; chronyc makestep sets a clock at once"
 CLOCK_WARNING_SECONDS = 5.0
 CLOCK_ERROR_SECONDS = 60.0
-"""munge refuses at 300 s; a clock that is a minute off gets there, and file times are wrong."""
+"""munge refuses at 300 s; a clock that is a minute off will get there, and file times are wrong."""
 
 DISK_ERROR_KIB = 100 * 1024
 """slurmctld's state and a job's scripts need a part of it; so do DataLoader workers in /dev/shm."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Claim:
-    """What a file says of a node's hardware, beside what the node has."""
-
-    source: str
-    claimed: int | None
-    found: int | None
-    unit: str
-
-    @property
-    def is_too_much(self) -> bool:
-        return bool(self.claimed) and self.found is not None and (self.claimed or 0) > self.found
 
 
 def hardware(snapshot: Snapshot) -> Findings:
@@ -39,33 +24,32 @@ def hardware(snapshot: Snapshot) -> Findings:
     is_checked_by_slurm = "config_overrides" not in parameters
     for node, facts in snapshot.responding():
         cores = _product(node.sockets, node.cores_per_socket)
-        claims = _claims("cluster.yaml", facts, node.memory_mb, node.cpus, cores)
+        causes = [*_excesses("cluster.yaml", facts, node.memory_mb, node.cpus, cores)]
         seen = snapshot.slurm_nodes.get(node.name)
         if seen and is_checked_by_slurm:
             cores = _product(seen.sockets, seen.cores_per_socket)
-            claims += _claims("slurm.conf", facts, seen.real_memory_mb, seen.cpus, cores)
-        for claim in claims:
-            if claim.is_too_much:
-                cause = (
-                    f"{claim.source} has {claim.claimed} {claim.unit}, the machine {claim.found}"
-                )
-                yield error(node.name, cause, PROBE)
+            causes += _excesses("slurm.conf", facts, seen.real_memory_mb, seen.cpus, cores)
+        for cause in causes:
+            yield error(node.name, cause, PROBE)
 
 
 def _product(sockets: int | None, cores_per_socket: int | None) -> int | None:
     return sockets * cores_per_socket if sockets and cores_per_socket else None
 
 
-def _claims(
+def _excesses(
     source: str, facts: Facts, memory_mb: int | None, cpus: int | None, cores: int | None
-) -> list[_Claim]:
+) -> Iterator[str]:
+    """Where a file gives a node more than the machine has."""
     topology = facts.topology
     found_cores = topology.sockets * topology.cores_per_socket if topology else None
-    return [
-        _Claim(source, memory_mb, facts.memory_mb, "MiB of memory"),
-        _Claim(source, cpus, facts.cpus, "CPUs"),
-        _Claim(source, cores, found_cores, "cores"),
-    ]
+    for configured, found, unit in (
+        (memory_mb, facts.memory_mb, "MiB of memory"),
+        (cpus, facts.cpus, "CPUs"),
+        (cores, found_cores, "cores"),
+    ):
+        if configured and found is not None and configured > found:
+            yield f"{source} has {configured} {unit}, the machine {found}"
 
 
 def gpu_count(snapshot: Snapshot) -> Findings:

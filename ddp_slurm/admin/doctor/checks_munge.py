@@ -65,7 +65,7 @@ def _decoding_error(name: str, block: Block, credential_from: str) -> Finding | 
 
 
 def _permission_error(name: str, block: Block | None) -> Finding | None:
-    """munged may run well: who asked is not let to its socket.
+    """munged may be running: the user who asked cannot reach its socket.
 
     Source: github.com/dun/munge/issues/131: the folder has mode 0755, the socket 0777.
     """

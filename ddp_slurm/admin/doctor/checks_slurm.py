@@ -23,7 +23,7 @@ SAME_CONFIGURATION = f"{INSTALL} --step slurmctld --step slurmd; nodes need no c
 
 
 def reachable(snapshot: Snapshot) -> Findings:
-    """Every node responds that power saving has not switched off."""
+    """Every node responds, except those that power saving has switched off."""
     for name, cause in snapshot.unreachable.items():
         record = snapshot.slurm_nodes.get(name)
         if record and is_switched_off(record.state):
@@ -173,7 +173,7 @@ def _installed_version(facts: Facts) -> str | None:
 def cgroup(snapshot: Snapshot) -> Findings:
     """A machine with cgroup v2 needs Slurm's plugin for it, or slurmd does not start.
 
-    But where its configuration uses no control groups: proctrack/linuxproc without task/cgroup.
+    Except where its configuration uses no control groups: proctrack/linuxproc without task/cgroup.
     """
     for name, facts in snapshot.facts.items():
         is_v2 = facts.first("cgroup") == "cgroup2fs"

@@ -192,7 +192,7 @@ def is_served(capability: str, built: list[str]) -> bool:
 def cards_compute(snapshot: Snapshot) -> Findings:
     """torch finds every card of a node, and each computes.
 
-    A card that a job fills or holds alone is no error: it works.
+    A card that a job fills or holds exclusively is not an error: it works.
     """
     for node, facts in snapshot.responding():
         has_torch_for_gpus = facts.training.get("cuda", "none") != "none"

@@ -1,18 +1,18 @@
 """The steps, and running one on a node."""
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 
 from ddp_slurm.ask import Answer
 from ddp_slurm.cluster import Node
-from ddp_slurm.errors import DdpSlurmError, did_you_mean
+from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.ssh.command import RemoteError
 from ddp_slurm.ssh.run import Runner, last_lines, on_all, run_script
 
 STEP_TIMEOUT_SECONDS = 1800.0
-"""apt on a slow line takes long."""
+"""apt takes long over a slow connection."""
 
 LOCK_HELD = 75
 LOCK_FILE = "/run/ddp-slurm-install.lock"
@@ -61,18 +61,6 @@ class Outcome:
     result: str
     """``ok``, ``changed``, ``would-change``, ``skipped`` or ``failed``."""
     reasons: tuple[str, ...] = ()
-
-
-def chosen_steps(names: Sequence[str]) -> tuple[Step, ...]:
-    """The steps of these names in their own order; all of them for no names.
-
-    Raises InstallError for an unknown name.
-    """
-    known = [step.name for step in STEPS]
-    for name in names:
-        if name not in known:
-            raise InstallError(f"step {name!r} does not exist{did_you_mean(name, known)}")
-    return tuple(step for step in STEPS if not names or step.name in names)
 
 
 def run_step(
