@@ -174,15 +174,16 @@ def doctor(cluster: Path | None, python: str, via: str, as_json: bool) -> None:
     """
     import json
 
-    from ddp_slurm.admin import doctor as checks
+    from ddp_slurm.admin.doctor import checks
     from ddp_slurm.admin.doctor.ask import cluster_to_ask, prove, run_by_srun
+    from ddp_slurm.admin.doctor.snapshot import look
 
     to_ask = cluster_to_ask(cluster)
     if via == "srun":
-        snapshot = checks.look(to_ask, python=python, runner=run_by_srun)
+        snapshot = look(to_ask, python=python, runner=run_by_srun)
         snapshot = replace(snapshot, proof=prove(to_ask, python))
     else:
-        snapshot = checks.look(to_ask, python=python)
+        snapshot = look(to_ask, python=python)
     findings = checks.diagnose(snapshot)
     if as_json:
         print(json.dumps(checks.as_json(findings), indent=2))

@@ -11,7 +11,8 @@ from importlib import resources
 from ipaddress import IPv4Address
 from typing import NamedTuple
 
-from ddp_slurm.admin.gpus import Gpu, parse_gpus, successful_text, undivided_mig_cards
+from ddp_slurm.admin.gpus import Gpu, nvidia_error, parse_gpus, undivided_mig_cards
+from ddp_slurm.admin.gpus.gpu import successful_text
 from ddp_slurm.cluster import Node
 from ddp_slurm.ssh.command import RemoteError
 from ddp_slurm.ssh.run import Runner, last_lines, run, run_script
@@ -58,9 +59,13 @@ class Facts:
         """What a command printed where it succeeded; empty elsewhere."""
         return successful_text(self.blocks, name)
 
-    def block_lines(self, name: str) -> list[str]:
+    def text(self, name: str) -> str:
+        """What a command printed, also where it failed; empty where it was not run."""
         block = self.block(name)
-        return block.text.splitlines() if block else []
+        return block.text if block else ""
+
+    def block_lines(self, name: str) -> list[str]:
+        return self.text(name).splitlines()
 
     @property
     def host(self) -> str:
@@ -104,6 +109,12 @@ class Facts:
     @cached_property
     def gpus(self) -> tuple[Gpu, ...]:
         return parse_gpus(self.blocks)
+
+    @property
+    def nvidia_error(self) -> str | None:
+        """Why nvidia-smi fails; None where it works, and where it does not exist."""
+        block = self.block("nvidia-smi")
+        return nvidia_error(*block) if block else None
 
     @cached_property
     def undivided_mig_cards(self) -> list[int]:

@@ -7,7 +7,7 @@ from ipaddress import ip_address
 
 from ddp_slurm.admin.configs import schedulable_memory_mb
 from ddp_slurm.admin.facts import Facts
-from ddp_slurm.admin.gpus import Gpu, gres_types, nvidia_error
+from ddp_slurm.admin.gpus import Gpu, gres_types
 from ddp_slurm.admin.probe_hosts import ProbeError
 from ddp_slurm.admin.slurm_lines import FIRST_RENDER_MINOR
 from ddp_slurm.cluster import Cluster, GpuModel, Node
@@ -122,10 +122,8 @@ def gpu_warning(facts: Facts) -> str | None:
     """Why the cards of a machine cannot be seen; None where all is well."""
     if facts.gpus:
         return None
-    nvidia = facts.block("nvidia-smi")
-    error = nvidia_error(nvidia.status, nvidia.text) if nvidia else None
-    if error:
-        return f"nvidia-smi fails: {error}"
+    if facts.nvidia_error:
+        return f"nvidia-smi fails: {facts.nvidia_error}"
     if facts.undivided_mig_cards:
         return f"MIG is enabled on GPU {facts.undivided_mig_cards[0]}, but it has no instances"
     for tool in ("amd-smi", "rocm-smi"):
@@ -135,7 +133,7 @@ def gpu_warning(facts: Facts) -> str | None:
             return f"{tool} fails: {message}"
     if NVIDIA_VENDOR not in facts.values.get("pci_gpu", ()):
         return None
-    if nvidia:
+    if facts.block("nvidia-smi"):
         return "there is an NVIDIA card, but nvidia-smi shows none"
     return "there is an NVIDIA card, but no nvidia-smi; install the driver first"
 

@@ -5,8 +5,10 @@ from collections.abc import Iterator
 
 from ddp_slurm.admin.doctor.finding import Finding, Findings, error, skipped, warning
 from ddp_slurm.admin.doctor.snapshot import Snapshot
-from ddp_slurm.admin.facts import Facts
-from ddp_slurm.admin.gpus import nvidia_error, nvidia_warning
+from ddp_slurm.admin.facts import Facts, Topology
+from ddp_slurm.admin.gpus import nvidia_warning
+from ddp_slurm.cluster import Node
+from ddp_slurm.slurm_client.records import NodeRecord
 
 PROBE = "ddp-slurm cluster probe, then ddp-slurm cluster install"
 CLOCK = "ddp-slurm cluster install --step clock; chronyc makestep sets a clock at once"
@@ -23,30 +25,28 @@ def hardware(snapshot: Snapshot) -> Findings:
     parameters = snapshot.slurm_config.get("SlurmdParameters", "")
     is_checked_by_slurm = "config_overrides" not in parameters
     for node, facts in snapshot.responding():
-        cores = _product(node.sockets, node.cores_per_socket)
-        causes = [*_excesses("cluster.yaml", facts, node.memory_mb, node.cpus, cores)]
+        causes = [*_excesses("cluster.yaml", node, node.memory_mb, facts)]
         seen = snapshot.slurm_nodes.get(node.name)
         if seen and is_checked_by_slurm:
-            cores = _product(seen.sockets, seen.cores_per_socket)
-            causes += _excesses("slurm.conf", facts, seen.real_memory_mb, seen.cpus, cores)
+            causes += _excesses("slurm.conf", seen, seen.real_memory_mb, facts)
         for cause in causes:
             yield error(node.name, cause, PROBE)
 
 
-def _product(sockets: int | None, cores_per_socket: int | None) -> int | None:
-    return sockets * cores_per_socket if sockets and cores_per_socket else None
+def _cores(source: Node | NodeRecord | Topology | None) -> int | None:
+    if source is None or not source.sockets or not source.cores_per_socket:
+        return None
+    return source.sockets * source.cores_per_socket
 
 
 def _excesses(
-    source: str, facts: Facts, memory_mb: int | None, cpus: int | None, cores: int | None
+    source: str, node: Node | NodeRecord, memory_mb: int | None, facts: Facts
 ) -> Iterator[str]:
     """Where a file gives a node more than the machine has."""
-    topology = facts.topology
-    found_cores = topology.sockets * topology.cores_per_socket if topology else None
     for configured, found, unit in (
         (memory_mb, facts.memory_mb, "MiB of memory"),
-        (cpus, facts.cpus, "CPUs"),
-        (cores, found_cores, "cores"),
+        (node.cpus, facts.cpus, "CPUs"),
+        (_cores(node), _cores(facts.topology), "cores"),
     ):
         if configured and found is not None and configured > found:
             yield f"{source} has {configured} {unit}, the machine {found}"
@@ -55,7 +55,7 @@ def _excesses(
 def gpu_count(snapshot: Snapshot) -> Findings:
     """Every node has exactly the GPUs that are configured."""
     for node, facts in snapshot.responding():
-        if _driver_error(facts):
+        if facts.nvidia_error:
             continue
         configured = {"cluster.yaml": node.gpu_count}
         if node.name in snapshot.slurm_nodes:
@@ -80,19 +80,13 @@ def _count_findings(
             yield warning(node, cause, PROBE)
 
 
-def _driver_error(facts: Facts) -> str | None:
-    block = facts.block("nvidia-smi")
-    failure = nvidia_error(block.status, block.text) if block else None
-    return f"nvidia-smi: {failure}" if failure else None
-
-
 def driver(snapshot: Snapshot) -> Findings:
     """The driver works, and its kernel module and library have one version.
 
     After an upgrade without a restart they differ.
     """
     for name, facts in snapshot.facts.items():
-        failure = _driver_error(facts)
+        failure = f"nvidia-smi: {facts.nvidia_error}" if facts.nvidia_error else None
         module = _kernel_module_version(facts)
         libraries = [gpu.driver for gpu in facts.gpus if gpu.vendor == "nvidia"]
         if module and libraries and module != libraries[0]:
@@ -105,7 +99,7 @@ def driver(snapshot: Snapshot) -> Findings:
             yield error(name, failure, fix)
             continue
         block = facts.block("nvidia-smi")
-        complaint = nvidia_warning(block.status, block.text) if block else None
+        complaint = nvidia_warning(*block) if block else None
         if complaint:
             fix = "jobs can run on the card; have its vendor check it"
             yield warning(name, f"nvidia-smi: {complaint}", fix)
@@ -116,11 +110,8 @@ def driver(snapshot: Snapshot) -> Findings:
 
 
 def _kernel_module_version(facts: Facts) -> str | None:
-    block = facts.block("nvidia.module")
-    if block is None:
-        return None
     # "Kernel Module  535.183.01  Sun", or "Open Kernel Module for x86_64  580.159.04  Release"
-    match = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", block.text)
+    match = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", facts.text("nvidia.module"))
     return match[1] if match else None
 
 
@@ -145,8 +136,7 @@ def clock(snapshot: Snapshot) -> Findings:
         elif certain > CLOCK_WARNING_SECONDS:
             yield warning(name, cause, CLOCK)
     for name, facts in snapshot.facts.items():
-        block = facts.block("unmunge")
-        match = re.search(r"Expired|Rewound", block.text) if block else None
+        match = re.search(r"Expired|Rewound", facts.text("unmunge"))
         if match:
             cause = f"munge: {match[0]} credential, the clocks differ by minutes"
             yield error(name, cause, CLOCK)

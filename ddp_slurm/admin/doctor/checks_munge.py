@@ -39,7 +39,7 @@ def _nodes_without_credential(snapshot: Snapshot) -> Iterator[Finding]:
         yield skipped("munge is installed on no node")
     silent = []
     for name, facts in installed.items():
-        finding = _permission_error(name, facts.block("credential"))
+        finding = _permission_error(name, facts.text("credential"))
         if finding:
             yield finding
         else:
@@ -50,7 +50,7 @@ def _nodes_without_credential(snapshot: Snapshot) -> Iterator[Finding]:
 
 def _decoding_error(name: str, block: Block, credential_from: str) -> Finding | None:
     """Why the node does not decode the credential of ``credential_from``."""
-    permission_error = _permission_error(name, block)
+    permission_error = _permission_error(name, block.text)
     if permission_error:
         return permission_error
     if "Failed to access" in block.text:
@@ -64,12 +64,11 @@ def _decoding_error(name: str, block: Block, credential_from: str) -> Finding | 
     return None
 
 
-def _permission_error(name: str, block: Block | None) -> Finding | None:
+def _permission_error(name: str, text: str) -> Finding | None:
     """munged may be running: the user who asked cannot reach its socket.
 
     Source: github.com/dun/munge/issues/131: the folder has mode 0755, the socket 0777.
     """
-    text = block.text if block else ""
     match = re.search(r'Failed to access "(.*)/([^/"]*)": Permission denied', text)
     if match is None:
         return None

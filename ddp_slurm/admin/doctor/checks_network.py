@@ -1,6 +1,6 @@
 """Checks of the network: names, interfaces, packet sizes, open ports."""
 
-from ddp_slurm.admin.doctor.finding import Findings, error, listed, warning
+from ddp_slurm.admin.doctor.finding import Findings, disagreement, error, warning
 from ddp_slurm.admin.doctor.snapshot import HIGH_PORT, SLURMCTLD_PORT, SLURMD_PORT, Snapshot
 from ddp_slurm.admin.facts import Facts
 from ddp_slurm.cluster import Node
@@ -87,10 +87,8 @@ def packet_size(snapshot: Snapshot) -> Findings:
             name, mtu = line.split()
             if name == used and mtu != "0":
                 nodes_of_mtu.setdefault(mtu, []).append(node.name)
-    if len(nodes_of_mtu) > 1:
-        fewest = min(nodes_of_mtu.values(), key=len)
-        cause = f"different MTU between the nodes: {listed(nodes_of_mtu)}"
-        yield warning(fewest, cause, "ip link set INTERFACE mtu N: one N for nodes and switch")
+    fix = "ip link set INTERFACE mtu N: one N for nodes and switch"
+    yield from disagreement(warning, "MTU between the nodes", nodes_of_mtu, fix)
 
 
 def _used_interface(snapshot: Snapshot, node: Node, facts: Facts) -> str | None:

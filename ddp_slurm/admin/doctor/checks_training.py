@@ -9,7 +9,7 @@ from ddp_slurm.admin.advise import (
     OLDEST_PYTHON,
     torch_command,
 )
-from ddp_slurm.admin.doctor.finding import Findings, error, listed, skipped, warning, well
+from ddp_slurm.admin.doctor.finding import Findings, disagreement, error, skipped, warning, well
 from ddp_slurm.admin.doctor.snapshot import Snapshot
 from ddp_slurm.admin.facts import Facts
 
@@ -131,23 +131,17 @@ def versions(snapshot: Snapshot) -> Findings:
         yield skipped(f"{snapshot.python} runs on no node with GPUs")
     for key, title in _COMPARED.items():
         groups = _groups(values_of_node, key)
-        if len(groups) > 1:
-            fewest = min(groups.values(), key=len)
-            yield error(fewest, f"different {title}: {listed(groups)}", SAME_ENVIRONMENT)
+        yield from disagreement(error, title, groups, SAME_ENVIRONMENT)
 
 
 def driver_branch(snapshot: Snapshot) -> Findings:
     """The GPU drivers are of one branch: NCCL has errors of its own between two."""
-    branches = {}
+    nodes_of_branch: dict[str, list[str]] = {}
     for name, facts in snapshot.facts.items():
         if facts.gpus and facts.gpus[0].vendor == "nvidia" and facts.gpus[0].driver:
-            branches[name] = {"branch": facts.gpus[0].driver.split(".")[0]}
-    groups = _groups(branches, "branch")
-    if len(groups) > 1:
-        fewest = min(groups.values(), key=len)
-        cause = f"different driver branches: {listed(groups)}"
-        fix = "one branch on all nodes, excluded from automatic upgrades"
-        yield warning(fewest, cause, fix)
+            nodes_of_branch.setdefault(_major(facts.gpus[0].driver), []).append(name)
+    fix = "one branch on all nodes, excluded from automatic upgrades"
+    yield from disagreement(warning, "driver branches", nodes_of_branch, fix)
 
 
 def served_cards(snapshot: Snapshot) -> Findings:

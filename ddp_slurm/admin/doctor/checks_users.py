@@ -60,8 +60,7 @@ def _relevant_users(facts: Facts) -> Iterator[tuple[str, str]]:
 
     A person's group counts, too: files that one node's job makes are read on another.
     """
-    block = facts.block("users")
-    for line in block.text.splitlines() if block else ():
+    for line in facts.block_lines("users"):
         fields = line.split(":")
         if len(fields) < 7:
             continue

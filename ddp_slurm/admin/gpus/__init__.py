@@ -1,7 +1,7 @@
 """GPUs from the outputs of the vendors' tools: nvidia-smi, and AMD's amd-smi or rocm-smi."""
 
 from ddp_slurm.admin.gpus.amd import amd_gpus
-from ddp_slurm.admin.gpus.gpu import Gpu, Outputs, successful_text
+from ddp_slurm.admin.gpus.gpu import Gpu, Outputs
 from ddp_slurm.admin.gpus.nvidia import (
     nvidia_error,
     nvidia_gpus,
@@ -17,7 +17,6 @@ __all__ = [
     "nvidia_error",
     "nvidia_warning",
     "parse_gpus",
-    "successful_text",
     "undivided_mig_cards",
 ]
 
