@@ -116,8 +116,12 @@ def _weights(nodes: Sequence[Node]) -> dict[str, int]:
 
 
 def _gpu_memory_gb(node: Node) -> int:
-    """From a feature such as ``vram80gb``, which a probe writes; 0 without one."""
-    matches = [re.search(r"([0-9]+)gb?$", word, re.IGNORECASE) for word in node.features]
+    """From a feature such as ``vram80gb``, which a probe writes, or ``a100-80gb``; 0 without one.
+
+    Others are speeds of the network: ``100g``, ``ib200gb``.
+    """
+    pattern = re.compile(r"(?:(?<![a-z0-9])|(?<=vram))([0-9]+)gb$", re.IGNORECASE)
+    matches = map(pattern.search, node.features)
     return max((int(match[1]) for match in matches if match), default=0)
 
 

@@ -48,13 +48,13 @@ def start_munged(lab: LabLayout) -> None:
     }
     # --force: as root, instead of the user munge, who need not exist in another release's root.
     argv = ["munged", "--force", *(f"--{name}={value}" for name, value in options.items())]
-    _start(lab, None, argv, log)
+    _start(lab, argv, log)
     _wait((folder / "socket").is_socket, lambda: f"munged does not start\n{log_tail(log)}")
 
 
 def start_slurmctld(lab: LabLayout) -> None:
     log = lab.log_folder / "slurmctld.log"
-    _start(lab, None, ["slurmctld", "-f", str(lab.slurm_conf)], log)
+    _start(lab, ["slurmctld", "-f", str(lab.slurm_conf)], log)
     _wait(
         lambda: network.listens(lab.switch, SLURMCTLD_PORT),
         lambda: f"slurmctld does not respond\n{log_tail(log)}",
@@ -137,11 +137,10 @@ def _program_name(pid: int) -> str:
     return os.path.basename(program)
 
 
-def _start(lab: LabLayout, node: LabNode | None, argv: list[str], log: Path) -> None:
-    answer = _launch(lab, node, argv)
+def _start(lab: LabLayout, argv: list[str], log: Path) -> None:
+    answer = _launch(lab, None, argv)
     if answer.status:
-        host = node.name if node else lab.controller
-        raise LabError(_failure(argv[0], host, answer, log))
+        raise LabError(_failure(argv[0], lab.controller, answer, log))
 
 
 def _launch(lab: LabLayout, node: LabNode | None, argv: list[str]) -> Answer:
