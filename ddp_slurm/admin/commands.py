@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ddp_slurm.console import Commands, Parser, add_command, say, show
 
-HERE = Path("cluster.yaml")
+CLUSTER_FILE = Path("cluster.yaml")
 ABOUT = "Machines to a running Slurm: probe, advise, install, configs."
 
 
@@ -19,7 +19,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _add_cluster_option(
-    command: Parser, default: Path | None = HERE, help: str = "[default: %(default)s]"
+    command: Parser, default: Path | None = CLUSTER_FILE, help: str = "[default: %(default)s]"
 ) -> None:
     command.add_argument("--cluster", type=Path, default=default, metavar="FILE", help=help)
 
