@@ -5,7 +5,9 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ddp_slurm.admin.doctor import Finding, Severity, Snapshot, diagnose
+from ddp_slurm.admin.doctor.checks import diagnose
+from ddp_slurm.admin.doctor.finding import Finding, Severity
+from ddp_slurm.admin.doctor.snapshot import Snapshot
 from ddp_slurm.admin.facts import Block, Facts
 from ddp_slurm.ask import Answer
 from ddp_slurm.cluster import Cluster, GpuModel, Node

@@ -29,7 +29,7 @@ class System(NamedTuple):
     """What a distribution has."""
 
     newest_driver: int | None
-    """The newest branch of NVIDIA's driver in its archive; None: not from there."""
+    """The newest branch of NVIDIA's driver in its archive; None where it has none."""
     python: Capability
     glibc: Capability
     slurm: str
@@ -91,9 +91,8 @@ def _driver_and_torch(cards: list[Capability], systems: Mapping[str, System]) ->
     driver = f"branch {branch} on all nodes" if branch else "the newest branch, one on all nodes"
     glibc = min((system.glibc for system in systems.values()), default=OLDEST_GLIBC_OF_TORCH_2_7)
     command, problem = torch_command(cards, branch, glibc)
-    if problem:
-        return [Line("driver", driver, why), Line("torch", problem, why, is_problem=True)]
-    return [Line("driver", driver, why), Line("torch", command, why)]
+    torch = Line("torch", command or problem, why, is_problem=bool(problem))
+    return [Line("driver", driver, why), torch]
 
 
 def _dotted(version: Capability) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ddp_slurm.console import Commands, Parser, add_command, say, show
 
+CLUSTER_FILE = Path("cluster.yaml")
 ABOUT = "Machines to a running Slurm: probe, advise, install, configs."
 
 
@@ -17,14 +18,10 @@ def add_commands(commands: Commands) -> None:
     add_install_options(add_command(cluster, "install", install))
 
 
-def _add_cluster_option(command: Parser) -> None:
-    command.add_argument(
-        "--cluster",
-        type=Path,
-        default=Path("cluster.yaml"),
-        metavar="FILE",
-        help="[default: %(default)s]",
-    )
+def _add_cluster_option(
+    command: Parser, default: Path | None = CLUSTER_FILE, help: str = "[default: %(default)s]"
+) -> None:
+    command.add_argument("--cluster", type=Path, default=default, metavar="FILE", help=help)
 
 
 def configs(
@@ -90,12 +87,8 @@ def add_probe_options(command: Parser) -> None:
         metavar="HOST",
         help="HOST, gpu[01-04], USER@HOST or NAME=ADDRESS; without any, the nodes of --cluster",
     )
-    command.add_argument(
-        "--cluster",
-        type=Path,
-        metavar="FILE",
-        help="a cluster.yaml to update; without it and without hosts, this machine",
-    )
+    about = "a cluster.yaml to update; without it and without hosts, this machine"
+    _add_cluster_option(command, None, about)
     command.add_argument(
         "--output",
         metavar="FILE",
@@ -151,12 +144,8 @@ def install(
         report=report,
     )
     changes = [o for o in outcomes if o.result in ("changed", "would-change")]
-    if not changes:
-        say("nothing to change")
-    elif dry_run:
-        say(f"{len(changes)} would change")
-    else:
-        say(f"{len(changes)} changed")
+    verb = "would change" if dry_run else "changed"
+    say(f"{len(changes)} {verb}" if changes else "nothing to change")
 
 
 def add_install_options(command: Parser) -> None:
@@ -185,13 +174,16 @@ def doctor(cluster: Path | None, python: str, via: str, as_json: bool) -> None:
     """
     import json
 
-    from ddp_slurm.admin import doctor as checks
-    from ddp_slurm.admin.doctor.ask import cluster_to_ask, prove, runner_of
+    from ddp_slurm.admin.doctor import checks
+    from ddp_slurm.admin.doctor.ask import cluster_to_ask, prove, run_by_srun
+    from ddp_slurm.admin.doctor.snapshot import look
 
     to_ask = cluster_to_ask(cluster)
-    snapshot = checks.look(to_ask, python=python, runner=runner_of(via))
     if via == "srun":
+        snapshot = look(to_ask, python=python, runner=run_by_srun)
         snapshot = replace(snapshot, proof=prove(to_ask, python))
+    else:
+        snapshot = look(to_ask, python=python)
     findings = checks.diagnose(snapshot)
     if as_json:
         print(json.dumps(checks.as_json(findings), indent=2))
@@ -201,12 +193,7 @@ def doctor(cluster: Path | None, python: str, via: str, as_json: bool) -> None:
 
 
 def add_doctor_options(command: Parser) -> None:
-    command.add_argument(
-        "--cluster",
-        type=Path,
-        metavar="FILE",
-        help="default ./cluster.yaml, else the live Slurm's nodes",
-    )
+    _add_cluster_option(command, None, "default ./cluster.yaml, else the live Slurm's nodes")
     command.add_argument(
         "--python",
         default="python3",

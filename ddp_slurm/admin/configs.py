@@ -21,7 +21,7 @@ from ddp_slurm.files import write_whole
 from ddp_slurm.render.templating import render_template
 
 PROBED_MEMORY_PERCENT = 95
-"""Of a machine's memory is given to jobs.
+"""The part of a machine's memory that is given to jobs.
 
 The rest is for the system; a new kernel may leave a little less.
 """
@@ -71,7 +71,6 @@ def render_configs(
     release = slurm_release(slurm_version)
     known = known_options(release)
     _check(cluster, health_check)
-    nodes = node_lines(cluster, installation)
     network = _network(cluster, installation, release)
     values = {
         "release": release,
@@ -84,7 +83,7 @@ def render_configs(
         "scheduler_parameters": [*HETJOB_PARAMETERS, *installation.scheduler_parameters],
         "slurmctld_parameters": _slurmctld_parameters(network, known),
         "def_mem_per_cpu": _default_memory_per_cpu_mb(cluster),
-        "nodes": nodes,
+        "nodes": node_lines(cluster, installation),
         "partitions": partition_lines(cluster.nodes),
         "gres_lines": gres_lines(cluster.nodes, installation),
         "slurmdbd": slurmdbd,

@@ -9,17 +9,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
 from ipaddress import IPv4Address
+from typing import NamedTuple
 
-from ddp_slurm.admin.gpus import Gpu, Outputs, parse_gpus, undivided_mig_cards
+from ddp_slurm.admin.gpus import Gpu, nvidia_error, parse_gpus, undivided_mig_cards
+from ddp_slurm.admin.gpus.gpu import successful_text
 from ddp_slurm.cluster import Node
 from ddp_slurm.ssh.command import RemoteError
-from ddp_slurm.ssh.run import Runner, run, run_script
+from ddp_slurm.ssh.run import Runner, last_lines, run, run_script
 
 FACTS_TIMEOUT_SECONDS = 300.0
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """A command's exit status, and its standard output and error as one text."""
 
     status: int
@@ -54,9 +55,17 @@ class Facts:
         blocks = self.blocks.get(name)
         return blocks[0] if blocks else None
 
-    def block_lines(self, name: str) -> list[str]:
+    def answer(self, name: str) -> str:
+        """What a command printed where it succeeded; empty elsewhere."""
+        return successful_text(self.blocks, name)
+
+    def text(self, name: str) -> str:
+        """What a command printed, also where it failed; empty where it was not run."""
         block = self.block(name)
-        return block.text.splitlines() if block else []
+        return block.text if block else ""
+
+    def block_lines(self, name: str) -> list[str]:
+        return self.text(name).splitlines()
 
     @property
     def host(self) -> str:
@@ -99,19 +108,18 @@ class Facts:
 
     @cached_property
     def gpus(self) -> tuple[Gpu, ...]:
-        return parse_gpus(self._outputs)
+        return parse_gpus(self.blocks)
+
+    @property
+    def nvidia_error(self) -> str | None:
+        """Why nvidia-smi fails; None where it works, and where it does not exist."""
+        block = self.block("nvidia-smi")
+        return nvidia_error(*block) if block else None
 
     @cached_property
     def undivided_mig_cards(self) -> list[int]:
         """The indices of cards with MIG enabled but without instances."""
-        return undivided_mig_cards(self._outputs)
-
-    @cached_property
-    def _outputs(self) -> Outputs:
-        outputs = {}
-        for name, blocks in self.blocks.items():
-            outputs[name] = [(block.status, block.text) for block in blocks]
-        return outputs
+        return undivided_mig_cards(self.blocks)
 
     @cached_property
     def interface_of_address(self) -> dict[str, str]:
@@ -141,11 +149,13 @@ class Facts:
         """The routes of /proc/net/route that are up."""
         for line in self.block_lines("routes")[1:]:
             columns = line.split()
-            if len(columns) < 8 or not _are_hexadecimal(columns[1], columns[3], columns[7]):
+            try:
+                is_up = int(columns[3], 16) & 1  # RTF_UP
+                route = _Route(columns[0], _kernel_number(columns[1]), _kernel_number(columns[7]))
+            except (IndexError, ValueError):  # a damaged line
                 continue
-            is_up = int(columns[3], 16) & 1  # RTF_UP
             if is_up:
-                yield _Route(columns[0], _kernel_number(columns[1]), _kernel_number(columns[7]))
+                yield route
 
     def link_speed_mbit(self, interface: str) -> int | None:
         for line in self.values.get("interface", ()):
@@ -177,13 +187,9 @@ class _Route:
     mask: int
 
 
-def _are_hexadecimal(*words: str) -> bool:
-    return all(re.fullmatch("[0-9A-Fa-f]{1,8}", word) for word in words)
-
-
 def _kernel_number(text: str) -> int:
     """/proc/net/route prints the hexadecimal number that an address's four bytes are in memory."""
-    return int.from_bytes(int(text, 16).to_bytes(4, "little"), "big")
+    return int.from_bytes(bytes.fromhex(text), "little")
 
 
 def parse_facts(text: str) -> Facts:
@@ -199,33 +205,23 @@ def parse_facts(text: str) -> Facts:
         tail = lines[-1] if lines else ""
         raise RemoteError(f"the output is incomplete; its last line is {tail!r}") from None
     values: dict[str, list[str]] = {}
-    blocks: dict[str, list[_OpenBlock]] = {}
-    current = _OpenBlock(0)
+    blocks: dict[str, list[tuple[int, list[str]]]] = {}
+    block_lines: list[str] = []
     for line in lines[begin:end]:
         if line.startswith("|"):
-            current.lines.append(line[1:])
+            block_lines.append(line[1:])
         elif line.startswith("fact "):
             _, key, value = f"{line} ".split(" ", 2)
             values.setdefault(key, []).append(value.strip())
         elif line.startswith("block "):
             _, name, status = f"{line} ".split(" ", 2)
-            current = _OpenBlock(int(status) if status.strip().isdecimal() else 1)
-            blocks.setdefault(name, []).append(current)
-    return Facts(
-        {key: tuple(items) for key, items in values.items()},
-        {name: tuple(block.close() for block in items) for name, items in blocks.items()},
-    )
-
-
-@dataclass
-class _OpenBlock:
-    """A block whose lines are still being read."""
-
-    status: int
-    lines: list[str] = field(default_factory=list)
-
-    def close(self) -> Block:
-        return Block(self.status, "\n".join(self.lines))
+            block_lines = []
+            number = int(status) if status.strip().isdecimal() else 1
+            blocks.setdefault(name, []).append((number, block_lines))
+    whole_blocks = {}
+    for name, opened in blocks.items():
+        whole_blocks[name] = tuple(Block(status, "\n".join(text)) for status, text in opened)
+    return Facts({key: tuple(items) for key, items in values.items()}, whole_blocks)
 
 
 def facts_script(settings: Mapping[str, str]) -> str:
@@ -235,12 +231,7 @@ def facts_script(settings: Mapping[str, str]) -> str:
     return "\n".join([*assignments, script.read_text(encoding="utf-8")])
 
 
-def gather(
-    node: Node,
-    settings: Mapping[str, str] | None = None,
-    *,
-    runner: Runner = run,
-) -> Facts:
+def gather(node: Node, settings: Mapping[str, str] | None = None, *, runner: Runner = run) -> Facts:
     """Ask one node.
 
     Raises RemoteError where it cannot be reached or its shell did not get through the script.
@@ -252,8 +243,8 @@ def gather(
     try:
         facts = parse_facts(answer.out)
     except RemoteError as error:
-        messages = answer.err.strip().splitlines()
-        cause = f"; its error output ends with {messages[-1]!r}" if messages else ""
+        message = last_lines(answer.err)
+        cause = f"; its error output ends with {message!r}" if message else ""
         raise RemoteError(f"{node.name}: {error}{cause}") from None
     now = facts.first("now") or ""
     if not re.fullmatch(r"\d+(\.\d+)?", now):

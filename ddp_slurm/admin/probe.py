@@ -98,9 +98,11 @@ def _write(path: Path, text: str, *, yes: bool) -> None:
         say(f"{path}: nothing changed")
         return
     if old is not None:
-        show(_difference(old, text, path).removesuffix("\n"))
-    if old is not None and not yes:
-        _confirm(path)
+        before, after = old.splitlines(keepends=True), text.splitlines(keepends=True)
+        lines = unified_diff(before, after, f"{path} (now)", f"{path} (probed)")
+        show("".join(lines).removesuffix("\n"))
+        if not yes:
+            _confirm(path)
     write_whole(path, text)
     say(f"{path}: written")
 
@@ -112,14 +114,3 @@ def _confirm(path: Path) -> None:
     print(f"Overwrite {path}? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise ProbeError(f"{path}: left unchanged")
-
-
-def _difference(old: str, new: str, path: Path) -> str:
-    """A unified diff of two versions of a file."""
-    lines = unified_diff(
-        old.splitlines(keepends=True),
-        new.splitlines(keepends=True),
-        f"{path} (now)",
-        f"{path} (probed)",
-    )
-    return "".join(lines)

@@ -1,12 +1,13 @@
-"""A Cluster from what the machines report, over what an earlier cluster.yaml says. Pure."""
+"""A Cluster from what the machines report, over an earlier cluster.yaml. Pure."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from ipaddress import ip_address
 
 from ddp_slurm.admin.configs import schedulable_memory_mb
 from ddp_slurm.admin.facts import Facts
-from ddp_slurm.admin.gpus import Gpu, gres_types, nvidia_error
+from ddp_slurm.admin.gpus import Gpu, gres_types
 from ddp_slurm.admin.probe_hosts import ProbeError
 from ddp_slurm.admin.slurm_lines import FIRST_RENDER_MINOR
 from ddp_slurm.cluster import Cluster, GpuModel, Node
@@ -24,8 +25,9 @@ def probed_cluster(
     asked. Raises ProbeError for two machines of one host name.
     """
     types = gres_types(gpu.name for facts in facts_of.values() for gpu in facts.gpus)
-    known_names = {node.name for node in known.nodes} if known else set()
-    nodes = list(known.nodes) if known else []
+    known = known or Cluster("cluster", ())
+    known_names = {node.name for node in known.nodes}
+    nodes = list(known.nodes)
     for asked_node in asked:
         facts = facts_of.get(asked_node.name)
         if facts is None:
@@ -38,9 +40,7 @@ def probed_cluster(
         else:
             nodes.append(node._replace(name=facts.host or node.name))
     _check_names(nodes, known_names)
-    if known is None:
-        return Cluster("cluster", tuple(nodes))
-    return Cluster(known.name, tuple(nodes), known.controller)
+    return replace(known, nodes=tuple(nodes))
 
 
 def _addresses_of_others(
@@ -69,7 +69,7 @@ def _check_names(nodes: Sequence[Node], known_names: set[str]) -> None:
 
 
 def probed_node(asked: Node, facts: Facts, types: Mapping[str, str], others: Iterable[str]) -> Node:
-    """What a node reports, over what cluster.yaml says and no probe can know (partition, env).
+    """What a node reports, over what cluster.yaml has and no probe can know (partition, env).
 
     ``types`` is the gres type of each card name, ``others`` the addresses of the other nodes.
     """
@@ -122,10 +122,8 @@ def gpu_warning(facts: Facts) -> str | None:
     """Why the cards of a machine cannot be seen; None where all is well."""
     if facts.gpus:
         return None
-    nvidia = facts.block("nvidia-smi")
-    error = nvidia_error(nvidia.status, nvidia.text) if nvidia else None
-    if error:
-        return f"nvidia-smi fails: {error}"
+    if facts.nvidia_error:
+        return f"nvidia-smi fails: {facts.nvidia_error}"
     if facts.undivided_mig_cards:
         return f"MIG is enabled on GPU {facts.undivided_mig_cards[0]}, but it has no instances"
     for tool in ("amd-smi", "rocm-smi"):
@@ -135,7 +133,7 @@ def gpu_warning(facts: Facts) -> str | None:
             return f"{tool} fails: {message}"
     if NVIDIA_VENDOR not in facts.values.get("pci_gpu", ()):
         return None
-    if nvidia:
+    if facts.block("nvidia-smi"):
         return "there is an NVIDIA card, but nvidia-smi shows none"
     return "there is an NVIDIA card, but no nvidia-smi; install the driver first"
 

@@ -20,7 +20,7 @@ Source: include/drm/drm_file.h of the kernel.
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What slurm.conf says of a node besides its name."""
+    """What slurm.conf states about a node besides its name."""
 
     address: str | None
     cpus: int
@@ -116,8 +116,12 @@ def _weights(nodes: Sequence[Node]) -> dict[str, int]:
 
 
 def _gpu_memory_gb(node: Node) -> int:
-    """From a feature such as ``vram80gb``, which a probe writes; 0 without one."""
-    matches = [re.search(r"([0-9]+)gb?$", word, re.IGNORECASE) for word in node.features]
+    """From a feature such as ``vram80gb``, which a probe writes, or ``a100-80gb``; 0 without one.
+
+    Others are speeds of the network: ``100g``, ``ib200gb``.
+    """
+    pattern = re.compile(r"(?:(?<![a-z0-9])|(?<=vram))([0-9]+)gb$", re.IGNORECASE)
+    matches = map(pattern.search, node.features)
     return max((int(match[1]) for match in matches if match), default=0)
 
 
@@ -143,7 +147,7 @@ def partition_lines(nodes: Sequence[Node]) -> list[PartitionLine]:
 
 
 def gres_lines(nodes: Sequence[Node], installation: Installation) -> list[GresLine]:
-    """A line a model of card.
+    """A line for each model of card.
 
     Nodes with divided cards (MIG) have one line: an instance has device files of numbers that
     change whenever the card is divided.

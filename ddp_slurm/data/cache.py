@@ -1,4 +1,4 @@
-"""The data sets that a node has: one folder each, complete under its name, or not there.
+"""The data sets that a node has: one folder each, complete under its name, or absent.
 
 ``FOLDER/DIGEST`` is a complete data set, ``.DIGEST.part`` one that is being fetched, and
 ``.url-...`` which one a server had when it was last asked.
@@ -63,7 +63,7 @@ class Cache:
         return self.folder / manifest.digest
 
     def is_complete(self, manifest: Manifest) -> bool:
-        """Whether it is there and no file has another size or time than when it was written."""
+        """Whether it exists and no file has changed its size or time since it was written."""
         folder = self.complete(manifest)
         kept = folders.read(folder)
         return kept is not None and not kept.changed(folder)
@@ -79,8 +79,9 @@ class Cache:
         folder = complete if kept else self._partial(manifest)
         folder.mkdir(exist_ok=True)
         suspects = self._suspects(kept, manifest)
-        for path in self._misplaced(folder, manifest):
-            path.unlink()  # a link, for example, in the place of a file
+        for file in manifest.files:
+            if (folder / file.path).is_symlink():  # in the place of a file
+                (folder / file.path).unlink()
         pieces = Pieces(manifest, folder)
         self._check_space(folder, manifest)
         if pieces.make_files(folder) and kept is None:
@@ -92,15 +93,11 @@ class Cache:
         return pieces, have
 
     def _suspects(self, kept: Kept | None, manifest: Manifest) -> set[int]:
-        """The pieces that have to be read to know whether they are there."""
+        """The pieces that have to be read to find out whether they are intact."""
         if kept is None:
             return set(range(len(manifest.pieces)))
         changed = kept.changed(self.complete(manifest))
         return {piece for index in changed for piece in manifest.pieces_of(index)}
-
-    def _misplaced(self, folder: Path, manifest: Manifest) -> list[Path]:
-        paths = [folder / file.path for file in manifest.files]
-        return [path for path in paths if path.is_symlink()]
 
     def _check_space(self, folder: Path, manifest: Manifest) -> None:
         used = sum(
@@ -116,12 +113,12 @@ class Cache:
             )
 
     def finish(self, pieces: Pieces) -> None:
-        """All pieces are there: the data set gets its name. Raises DdpSlurmError, or OSError."""
+        """Give a data set that has all pieces its name. Raises DdpSlurmError, or OSError."""
         manifest = pieces.manifest
         complete, partial = self.complete(manifest), self._partial(manifest)
         pieces.sync()
         folder = partial if partial.exists() else complete
-        folders.keep(folders.stamped(manifest, folder), folder)
+        folders.keep(Kept(manifest, folders.stamps_of(manifest.files, folder)), folder)
         if folder == partial:
             if complete.exists():  # without a manifest: not ours, or from a crash
                 shutil.rmtree(complete)

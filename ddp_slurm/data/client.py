@@ -15,9 +15,9 @@ MAX_ERROR_TEXT = 500
 
 
 class Client:
-    """Requests with the token. Raises DataSetError for answers that no repetition changes.
+    """Requests with the token. Raises DataSetError for answers that a retry would not change.
 
-    Raises aiohttp.ClientError where the other side does not respond, or breaks off.
+    Raises aiohttp.ClientError where the other side does not respond, or breaks the connection.
     """
 
     def __init__(self, server: str, token: str) -> None:

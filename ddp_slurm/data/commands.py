@@ -60,7 +60,7 @@ def _add_serve(actions: Commands) -> None:
 def prepare(*, source: str, to: Path, checksum: object) -> None:
     """Download a data set, check it and unpack it into a folder.
 
-    An interrupted download goes on where it was. The folder appears when it is complete.
+    An interrupted download resumes where it stopped. The folder appears when it is complete.
     """
     _check_packages()
     from ddp_slurm.data.download import Checksum
@@ -74,7 +74,7 @@ def prepare(*, source: str, to: Path, checksum: object) -> None:
 def serve(*, folder: Path, bind: str, token_file: Path | None) -> None:
     """Serve a folder read-only over HTTP to the nodes of jobs, until Ctrl-C.
 
-    In job.yaml: dataset: http://ADDRESS:PORT. The files do not change meanwhile.
+    In job.yaml: dataset: http://ADDRESS:PORT. Its files must not change meanwhile.
     """
     _check_packages()
     from ddp_slurm.data.server import serve_folder
@@ -95,8 +95,8 @@ def check(*, folder: Path) -> None:
         bad = folders.check(folder, on_bytes)
     for path in bad:
         say(
-            f"{folder / path}: has bytes that differ from its checksums, or another file does in "
-            "the same piece"
+            f"{folder / path}: has bytes that differ from their checksums, or shares a piece with "
+            "a file that has"
         )
     if bad:
         raise SystemExit(1)

@@ -1,4 +1,4 @@
-"""One file from the network: it goes on where it was interrupted, and its checksum decides."""
+"""One file from the network: resumed after an interruption, and checked by its checksum."""
 
 import asyncio
 import hashlib
@@ -59,9 +59,9 @@ class Checksum:
 
 
 def download(url: str, path: Path, checksum: Checksum) -> None:
-    """Write what ``url`` has to ``path``, which exists in full and with this checksum, or not.
+    """Download ``url`` to ``path``, which then has this checksum, or does not exist.
 
-    ``PATH.partial`` keeps what has arrived; it goes on from there. Raises DataSetError.
+    ``PATH.partial`` keeps what has arrived; the next call resumes from there. Raises DataSetError.
     """
     if path.exists():
         checksum.check(path, str(path))
@@ -82,7 +82,13 @@ def download(url: str, path: Path, checksum: Checksum) -> None:
 
 
 async def _receive(url: str, partial: Path) -> None:
-    async with aiohttp.ClientSession(timeout=TIMEOUT, trust_env=True) as session:
+    session = aiohttp.ClientSession(
+        timeout=TIMEOUT,
+        trust_env=True,
+        headers={"Accept-Encoding": "identity"},
+        auto_decompress=False,  # some servers call the gzip of a .tar.gz the answer's encoding
+    )
+    async with session:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 await _receive_rest(session, url, partial)
@@ -99,9 +105,9 @@ async def _receive(url: str, partial: Path) -> None:
 async def _receive_rest(session: aiohttp.ClientSession, url: str, partial: Path) -> None:
     """Append to the partial file what it lacks."""
     done = partial.stat().st_size if partial.exists() else 0
-    headers = {"Range": f"bytes={done}-", "Accept-Encoding": "identity"} if done else {}
+    headers = {"Range": f"bytes={done}-"} if done else {}
     async with session.get(url, headers=headers) as response:
-        if response.status == 416:  # nothing is left
+        if response.status == 416:  # nothing is missing
             return
         if response.status not in (200, 206):
             raise DataSetError(f"{url}: the server's answer is {response.status} {response.reason}")

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from ddp_slurm.data.pieces import CHUNK_BYTES, Pieces, Stamp, stamp_of
 from ddp_slurm.files import write_whole
 
 OnBytes = Callable[[int], object]
-"""Is called with the number of bytes that were read since the call before."""
+"""Is called with the number of bytes that were read since the last call."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def find_files(folder: Path) -> list[File]:
         if not target.is_relative_to(root):
             raise DataSetError(f"{path}: is a link that leaves {folder}; put the file in its place")
         if not target.is_file():
-            raise DataSetError(f"{path}: is no file, or a link to none; remove it")
+            raise DataSetError(f"{path}: is neither a file nor a link to one; remove it")
         files.append(File(path.relative_to(folder).as_posix(), target.stat().st_size))
     if not files:
         raise DataSetError(f"{folder}: has no files")
@@ -66,7 +66,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 def make(folder: Path, on_bytes: OnBytes) -> Kept:
     """Read all files of a folder. Raises DataSetError, also for a file that changes meanwhile."""
     files = find_files(folder)
-    stamps = tuple(stamp_of(os.stat(folder / file.path)) for file in files)
+    stamps = stamps_of(files, folder)
     size = piece_size(sum(file.bytes for file in files))
     manifest = Manifest(tuple(files), size, _checksums(folder, files, size, on_bytes))
     # with the checks of those that come from elsewhere: of names, above all
@@ -99,10 +99,9 @@ def keep(kept: Kept, folder: Path) -> None:
     write_whole(folder / KEPT_NAME, json.dumps(data))
 
 
-def stamped(manifest: Manifest, folder: Path) -> Kept:
-    """The manifest of files that were written just now. Raises OSError."""
-    stamps = tuple(stamp_of(os.stat(folder / file.path)) for file in manifest.files)
-    return Kept(manifest, stamps)
+def stamps_of(files: Iterable[File], folder: Path) -> tuple[Stamp, ...]:
+    """The files' present stamps. Raises OSError."""
+    return tuple(stamp_of(os.stat(folder / file.path)) for file in files)
 
 
 def read(folder: Path) -> Kept | None:
@@ -122,9 +121,9 @@ def read(folder: Path) -> Kept | None:
 
 
 def find_or_make(folder: Path, on_bytes: OnBytes) -> tuple[Kept, bool]:
-    """The folder's manifest, and whether it had to be made since files are new or have changed."""
+    """The folder's manifest, and whether it was made now, since files are new or have changed."""
     if not folder.is_dir():
-        raise DataSetError(f"{folder}: is no folder")
+        raise DataSetError(f"{folder}: is not a folder")
     kept = read(folder)
     if kept is not None:
         same_files = list(kept.manifest.files) == find_files(folder)

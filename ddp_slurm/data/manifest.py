@@ -18,13 +18,13 @@ from ddp_slurm.data.errors import DataSetError
 from ddp_slurm.errors import printable, quoted
 
 KEPT_NAME = ".ddp-slurm-manifest.json"
-"""The file in a data set's folder that is no part of it: the manifest, as it was made."""
+"""The file in a data set's folder that is not part of it: the manifest, as it was made."""
 FORMAT = 1
 MIN_PIECE_BYTES = 2**18
 MAX_PIECE_BYTES = 2**24
 """A node holds some ten pieces in memory."""
 USUAL_PIECES = 1024
-"""Which nodes have which piece is told with one bit each, twice a second."""
+"""Nodes report which pieces they have with one bit each, twice a second."""
 
 
 class File(NamedTuple):
@@ -133,7 +133,7 @@ def _check(manifest: Manifest, version: Any) -> None:
         raise ValueError(f"pieces of {manifest.piece_bytes} bytes")
     paths = [file.path for file in manifest.files]
     if len(set(paths)) < len(paths):
-        raise ValueError("a path occurs twice")
+        raise ValueError("duplicate path")
     needed = -(-manifest.total // manifest.piece_bytes)
     if len(manifest.pieces) != needed:
         raise ValueError(f"{len(manifest.pieces)} pieces, expected {needed}")

@@ -109,10 +109,7 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGUSR2, _stop)
     try:
         folder = fetch(url, options[2] if options[1:] else None)
-    except DdpSlurmError as error:
-        print(f"error: {_place()}: data set {url}: {error}", file=sys.stderr)
-        return error.exit_status
-    except OSError as error:
+    except (DdpSlurmError, OSError) as error:
         print(f"error: {_place()}: data set {url}: {error}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)

@@ -26,6 +26,14 @@ class Source(NamedTuple):
     checksum: Checksum | None
     """None only for a file of this machine."""
 
+    @property
+    def is_url(self) -> bool:
+        return urlsplit(self.place).scheme in ("http", "https")
+
+    @property
+    def file_name(self) -> str:
+        return urlsplit(self.place).path.rpartition("/")[2] or "data"
+
 
 KNOWN = {
     "cifar10": Source(
@@ -47,19 +55,18 @@ def source_of(name: str, checksum: Checksum | None) -> Source:
         if checksum is not None:
             raise DataSetError(f"--checksum cannot be combined with {name!r}, which has its own")
         return KNOWN[name]
-    if urlsplit(name).scheme in ("http", "https"):
-        if checksum is None:
-            raise DataSetError(
-                f"{name}: give its checksum, as the data set's publisher states it: "
-                "--checksum sha256:HEX"
-            )
-        return Source(name, checksum)
-    if Path(name).is_file():
-        return Source(name, checksum)
-    raise DataSetError(
-        f"{name!r} is no file, no http:// or https:// URL and no known name"
-        f"{did_you_mean(name, KNOWN)}"
-    )
+    source = Source(name, checksum)
+    if source.is_url and checksum is None:
+        raise DataSetError(
+            f"{name}: give its checksum, as the data set's publisher states it: "
+            "--checksum sha256:HEX"
+        )
+    if not source.is_url and not Path(name).is_file():
+        raise DataSetError(
+            f"{name!r} is neither a file, nor an http:// or https:// URL, nor a known name"
+            f"{did_you_mean(name, KNOWN)}"
+        )
+    return source
 
 
 def prepare(source: Source, folder: Path) -> None:
@@ -108,15 +115,14 @@ def _check_existing(folder: Path) -> None:
 
 
 def _archive(source: Source, folder: Path) -> Path:
-    if urlsplit(source.place).scheme not in ("http", "https"):
+    if not source.is_url:
         if source.checksum is not None:
             source.checksum.check(Path(source.place), source.place)
         return Path(source.place)
     if source.checksum is None:
         raise DataSetError(f"{source.place}: has no checksum")
-    name = urlsplit(source.place).path.rpartition("/")[2] or "data"
     # A name of the publisher's that is only a part of ours: it cannot lead elsewhere.
-    path = folder.with_name(f".{folder.name}.{name}")
+    path = folder.with_name(f".{folder.name}.{source.file_name}")
     download(source.place, path, source.checksum)
     return path
 
@@ -130,8 +136,7 @@ def _unpack(archive: Path, target: Path, source: Source) -> None:
             with zipfile.ZipFile(archive) as members:
                 members.extractall(target)
         else:
-            name = urlsplit(source.place).path.rpartition("/")[2] or "data"
-            shutil.copyfile(archive, target / name)
+            shutil.copyfile(archive, target / source.file_name)
     except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError) as error:
         raise DataSetError(f"{source.place}: cannot be unpacked: {error}") from None
 
@@ -150,7 +155,7 @@ def _checked(member: tarfile.TarInfo) -> tarfile.TarInfo:
     member.name = member.name.lstrip("/")
     is_inside = ".." not in PurePosixPath(member.name).parts
     if not (is_inside and (member.isfile() or member.isdir())):
-        raise tarfile.TarError(f"{member.name!r} is no file or folder within the archive")
+        raise tarfile.TarError(f"{member.name!r} is not a file or folder within the archive")
     member.mode &= 0o755
     member.uid, member.gid, member.uname, member.gname = os.getuid(), os.getgid(), "", ""
     return member

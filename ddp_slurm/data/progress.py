@@ -1,4 +1,4 @@
-"""A progress bar on stderr; nothing where stderr is no terminal."""
+"""A progress bar on stderr; nothing where stderr is not a terminal."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

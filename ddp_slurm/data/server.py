@@ -1,4 +1,4 @@
-"""``ddp-slurm data serve``: a folder over HTTP, read-only, for who knows the token."""
+"""``ddp-slurm data serve``: a folder over HTTP, read-only, for clients that know the token."""
 
 import html
 import os
@@ -82,7 +82,7 @@ class Server:
         return web.Response(text=text, content_type="text/html", headers=headers)
 
     async def send_manifest(self, request: web.Request) -> web.Response:
-        """The manifest; nothing for who has it."""
+        """The manifest; status 204 for a client that has it."""
         headers = {MANIFEST_HEADER: self.manifest.digest}
         if request.headers.get(MANIFEST_HEADER) == self.manifest.digest:
             return web.Response(status=204, headers=headers)
@@ -136,7 +136,10 @@ def serve_folder(folder: Path, bind: str, token_file: Path | None) -> None:
     with bar("checksums", None) as on_bytes:
         kept, is_new = folders.find_or_make(folder, on_bytes)
     if is_new:
-        _keep(kept, folder)
+        try:
+            folders.keep(kept, folder)
+        except DdpSlurmError as error:
+            say(f"note: {error}; the checksums will be made again at the next start")
     server = Server(folder, kept)
     manifest = kept.manifest
     say(f"{folder}: {counted(len(manifest.files), 'file')}, {manifest.total:,} bytes")
@@ -151,13 +154,6 @@ def serve_folder(folder: Path, bind: str, token_file: Path | None) -> None:
         access_log=None,
         print=None,
     )
-
-
-def _keep(kept: Kept, folder: Path) -> None:
-    try:
-        folders.keep(kept, folder)
-    except DdpSlurmError as error:
-        say(f"note: {error}; the checksums will be made again at the next start")
 
 
 def _host_and_port(bind: str) -> tuple[str, int]:

@@ -29,7 +29,7 @@ SILENT_SECONDS = 120.0
 STALL_SECONDS = 10.0
 """How long no other node sends a piece before the server is asked for what they have."""
 LINGER_SECONDS = 60.0
-"""How long a complete node waits for others that do not get on."""
+"""How long a complete node waits for others that make no progress."""
 POLL_SECONDS = 0.1
 RETRY_SECONDS = 1.0
 MAX_FAILURES = 3
@@ -88,7 +88,7 @@ class Swarm:
         """Nodes of the job that are complete."""
         self._heard = self._progress = self._helped = self._news = time.monotonic()
         """When the server last responded, a piece last arrived, another node last sent one, another
-        node last got on."""
+        node last made progress."""
         self._bad_from_server = 0
         self._reporter: asyncio.Task[None] | None = None
 
@@ -100,7 +100,7 @@ class Swarm:
         self._reporter = asyncio.create_task(self._report_always())
 
     async def stop(self) -> None:
-        """Report that this node passes nothing on any more."""
+        """Report that this node no longer passes pieces on."""
         if self._reporter is not None:
             await _cancel([self._reporter])
         self.url = None
@@ -125,14 +125,14 @@ class Swarm:
     async def wait_for_others(self) -> None:
         """Pass pieces on until all nodes of the job are complete.
 
-        Returns also where the others do not get on: their own messages name the reason.
+        Returns also where the others make no progress: their own messages name the reason.
         """
         self._news = time.monotonic()
         while self._ready < self.member.nodes:
             if time.monotonic() - self._news > LINGER_SECONDS:
                 say(
                     f"note: {self._ready} of {self.member.nodes} nodes have the data set; this one "
-                    "goes on, to meet the others"
+                    "continues, to meet the others"
                 )
                 return
             await asyncio.sleep(POLL_SECONDS)
@@ -269,7 +269,7 @@ class Swarm:
                 self._asked.discard(piece)
 
     def _wanted_of(self, id: str) -> int:
-        """The pieces that are missing here, on their way from nobody, and that a node has."""
+        """The pieces of a node that are missing here and are not already on their way."""
         if id not in self._peers or time.monotonic() < self._not_before.get(id, 0.0):
             return 0
         wanted = self._peers[id].have & ~self.have

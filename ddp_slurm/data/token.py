@@ -67,5 +67,6 @@ def _read(path: Path) -> str:
 
 
 def is_token(given: str, token: str) -> bool:
-    """Takes the same time wherever the two differ."""
-    return hmac.compare_digest(given.encode(), token.encode())
+    """Whether the two are the same. Takes the same time wherever they differ."""
+    # aiohttp decodes the bytes of a header that are not UTF-8 to surrogates
+    return hmac.compare_digest(given.encode(errors="surrogateescape"), token.encode())

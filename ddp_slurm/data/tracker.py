@@ -44,7 +44,7 @@ class Report:
     def read(cls, data: Any, pieces: int) -> "Report":
         """Raises DataSetError for what no node would send."""
         try:
-            report = cls(
+            return cls(
                 id=_matching("[0-9a-f]{8,64}", data["id"]),
                 job=_matching("[ -~]{0,100}", data["job"]),
                 node=_matching("[ -~]{1,300}", data["node"]),
@@ -54,7 +54,6 @@ class Report:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise DataSetError(f"not a node's report: {error}") from None
-        return report
 
 
 def read_bits(text: Any, pieces: int) -> int:

@@ -1,7 +1,7 @@
 """What the server and a node that passes pieces on have in common: the token, and the pieces."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 
 from aiohttp import BasicAuth, hdrs, web
 
@@ -16,7 +16,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def application(token: str) -> web.Application:
-    """An application that answers only who knows the token."""
+    """An application that answers only clients that know the token."""
 
     @web.middleware
     async def check_token(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -49,21 +49,16 @@ async def send_piece(request: web.Request, pieces: Pieces, piece: int) -> web.St
     Raises DataSetError before the answer begins; later errors break the connection.
     """
     chunks = pieces.chunks(piece)
-    data = await asyncio.to_thread(_next, chunks)
+    data = await asyncio.to_thread(next, chunks, b"")
     response = web.StreamResponse(headers={PIECE_HEADER: str(piece)})
     response.content_type = "application/octet-stream"
     response.content_length = sum(span.length for span in pieces.manifest.spans(piece))
     await response.prepare(request)
     while data:
         await response.write(data)
-        data = await asyncio.to_thread(_next, chunks)
+        data = await asyncio.to_thread(next, chunks, b"")
     await response.write_eof()
     return response
-
-
-def _next(chunks: Iterator[bytes]) -> bytes:
-    """The next one; empty after the last: asyncio cannot carry StopIteration."""
-    return next(chunks, b"")
 
 
 def piece_number(request: web.Request, count: int) -> int:

@@ -13,20 +13,15 @@ ABOUT = "A real Slurm of several hosts on this machine (needs root, Debian or Ub
 
 
 def add_commands(commands: Commands) -> None:
-    add_options(commands.add_parser("lab", help=ABOUT, description=ABOUT))
-
-
-def add_options(parser: Parser) -> None:
-    """Add the lab's own commands to the parser of ``ddp-slurm lab``."""
-    commands = parser.add_commands()
-    _add_up_options(add_command(commands, "up", up))
-    _add_name(add_command(commands, "down", down))
-    _add_exec_options(add_command(commands, "exec", exec_))
+    lab = commands.add_parser("lab", help=ABOUT, description=ABOUT).add_commands()
+    _add_up_options(add_command(lab, "up", up))
+    _add_name(add_command(lab, "down", down))
+    _add_exec_options(add_command(lab, "exec", exec_))
     for name, function in (("kill", kill), ("revive", revive)):
-        command = add_command(commands, name, function)
+        command = add_command(lab, name, function)
         _add_name(command)
         _add_node(command)
-    _add_name(add_command(commands, "status", status))
+    _add_name(add_command(lab, "status", status))
 
 
 def _add_name(command: Parser) -> None:

@@ -9,9 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ddp_slurm.ask import Answer, ask
+from ddp_slurm.files import write_whole
 from ddp_slurm.lab import network
 from ddp_slurm.lab.errors import LabError
 from ddp_slurm.lab.layout import LabLayout, LabNode
+from ddp_slurm.slurm_client.records import read_nodes
 
 SLURMCTLD_PORT = 6817
 START_SECONDS = 60.0
@@ -35,7 +37,7 @@ def start_munged(lab: LabLayout) -> None:
     """Start a munged with its own key and socket: another one on the machine is not disturbed."""
     folder = lab.folder / "munge"
     folder.mkdir()
-    _write_secret(folder / "munge.key", secrets.token_bytes(1024))
+    write_whole(folder / "munge.key", secrets.token_bytes(1024), 0o400)
     log = lab.log_folder / "munged.log"
     options = {
         "key-file": folder / "munge.key",
@@ -46,23 +48,13 @@ def start_munged(lab: LabLayout) -> None:
     }
     # --force: as root, instead of the user munge, who need not exist in another release's root.
     argv = ["munged", "--force", *(f"--{name}={value}" for name, value in options.items())]
-    _start(lab, None, argv, log)
-    _wait(
-        (folder / "socket").is_socket,
-        lambda: f"munged does not start\n{log_tail(log)}",
-    )
-
-
-def _write_secret(path: Path, secret: bytes) -> None:
-    """A new file that only its owner can read, from its first byte on."""
-    handle = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o400)
-    with open(handle, "wb") as file:
-        file.write(secret)
+    _start(lab, argv, log)
+    _wait((folder / "socket").is_socket, lambda: f"munged does not start\n{log_tail(log)}")
 
 
 def start_slurmctld(lab: LabLayout) -> None:
     log = lab.log_folder / "slurmctld.log"
-    _start(lab, None, ["slurmctld", "-f", str(lab.slurm_conf)], log)
+    _start(lab, ["slurmctld", "-f", str(lab.slurm_conf)], log)
     _wait(
         lambda: network.listens(lab.switch, SLURMCTLD_PORT),
         lambda: f"slurmctld does not respond\n{log_tail(log)}",
@@ -94,10 +86,10 @@ def slurmd_log(lab: LabLayout, node: LabNode) -> Path:
 
 def node_states(lab: LabLayout) -> dict[str, str]:
     """Slurm's state of each node, in the order of the cluster: ``{"beta": "IDLE+DRAIN"}``."""
-    answer = lab.ask(["scontrol", "-o", "show", "node"], ANSWER_SECONDS)
+    answer = lab.ask(["scontrol", "show", "node"], ANSWER_SECONDS)
     if answer.status:
         raise LabError(f"lab {lab.name!r}: slurmctld does not respond: {answer.text}")
-    states = dict(re.findall(r"^NodeName=(\S+) .*? State=(\S+)", answer.out, re.MULTILINE))
+    states = {record.name: record.state for record in read_nodes(answer.out)}
     return {node.name: states.get(node.name, "UNKNOWN") for node in lab.nodes}
 
 
@@ -145,11 +137,10 @@ def _program_name(pid: int) -> str:
     return os.path.basename(program)
 
 
-def _start(lab: LabLayout, node: LabNode | None, argv: list[str], log: Path) -> None:
-    answer = _launch(lab, node, argv)
+def _start(lab: LabLayout, argv: list[str], log: Path) -> None:
+    answer = _launch(lab, None, argv)
     if answer.status:
-        host = node.name if node else lab.controller
-        raise LabError(_failure(argv[0], host, answer, log))
+        raise LabError(_failure(argv[0], lab.controller, answer, log))
 
 
 def _launch(lab: LabLayout, node: LabNode | None, argv: list[str]) -> Answer:

@@ -4,7 +4,6 @@ import os
 import subprocess
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ddp_slurm.lab import daemons, network, registry
@@ -76,12 +75,7 @@ class Lab(LabLayout):
     def __enter__(self) -> "Lab":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.down()
 
     def run(self, argv: Argv, **settings: Any) -> "subprocess.CompletedProcess[Any]":

@@ -71,7 +71,8 @@ def reserve(cluster: "Cluster", name: str, slurm_root: Path | None) -> LabLayout
         )
         lab = LabLayout(name, number, _controller_name(cluster), nodes, slurm_root)
         lab.folder.mkdir(parents=True)
-        record(lab)
+        text = json.dumps(asdict(lab), default=str, indent=1)
+        write_whole(lab.folder / "lab.json", text + "\n")
     return lab
 
 
@@ -82,11 +83,6 @@ def _controller_name(cluster: "Cluster") -> str:
     while name in taken:
         name, number = f"controller{number}", number + 1
     return name
-
-
-def record(lab: LabLayout) -> None:
-    text = json.dumps(asdict(lab), default=str, indent=1)
-    write_whole(lab.folder / "lab.json", text + "\n")
 
 
 def find(name: str) -> LabLayout:

@@ -24,10 +24,8 @@ class ReleaseNotAvailable(LabError):
 
 @dataclass(frozen=True)
 class Release:
-    """A release of Slurm and the Debian that has it."""
+    """The Debian that has a release of Slurm."""
 
-    slurm: str
-    """``22.05``"""
     suite: str
     """debootstrap's name of the Debian."""
     system: str
@@ -37,13 +35,10 @@ class Release:
 
 
 RELEASES = {
-    release.slurm: release
-    for release in (
-        Release("20.11", "bullseye", "Debian 11", "bullseye"),
-        Release("22.05", "bookworm", "Debian 12", "bookworm"),
-        Release("24.11", "trixie", "Debian 13"),
-        Release("26.05", "testing", "Debian testing"),
-    )
+    "20.11": Release("bullseye", "Debian 11", "bullseye"),
+    "22.05": Release("bookworm", "Debian 12", "bookworm"),
+    "24.11": Release("trixie", "Debian 13"),
+    "26.05": Release("testing", "Debian testing"),
 }
 
 

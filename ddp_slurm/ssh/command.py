@@ -4,16 +4,15 @@ ssh's own configuration (~/.ssh/config, known_hosts, the agent) holds; cluster.y
 """
 
 import os
-import re
 import socket
 
 from ddp_slurm.cluster import Node
 from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.schema.fields import CONTROL_CHARACTERS
 from ddp_slurm.user import user_name
 
 CONNECT_TIMEOUT_SECONDS = 10
 
-_CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f]")
 _OPTIONS = (
     "BatchMode=yes",  # asks for no password
     "ControlMaster=no",  # a shared connection would outlive the command
@@ -26,7 +25,7 @@ _OPTIONS = (
 
 
 class RemoteError(DdpSlurmError):
-    """A node cannot be reached, or a command on it was not done in time.
+    """A node cannot be reached, or a command on it did not end in time.
 
     A command that ran and failed is an Answer instead.
     """
@@ -38,7 +37,7 @@ def ssh_argv(node: Node, command_text: str) -> list[str]:
     Quote values in the text with ``shlex.quote``. Raises RemoteError for text with control
     characters.
     """
-    if _CONTROL_CHARACTERS.search(command_text):
+    if CONTROL_CHARACTERS.search(command_text):
         raise RemoteError(f"{node.name}: command {command_text!r} contains a control character")
     argv = ["ssh", "-T", "-x"]
     for option in _OPTIONS:

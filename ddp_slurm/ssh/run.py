@@ -44,7 +44,7 @@ def run(
     """Run ``argv`` on the node, each item one word there whatever it contains.
 
     ``input`` is its standard input (empty if None). Raises RemoteError when the node cannot be
-    reached or the command is not done after ``timeout_seconds``; any exit status of the command
+    reached or the command does not end within ``timeout_seconds``; any exit status of the command
     itself is an Answer.
     """
     local = is_local(node)
@@ -55,7 +55,7 @@ def run(
     answer = ask(command, timeout_seconds=timeout_seconds, input=input or b"")
     # A command may itself end with the exit status that stands for a time-out, but only earlier.
     if answer.status == TIMED_OUT and time.monotonic() - start >= timeout_seconds:
-        raise RemoteError(f"{node.name}: {argv[0]} was not done after {timeout_seconds:g} s")
+        raise RemoteError(f"{node.name}: {argv[0]} did not end within {timeout_seconds:g} s")
     if not local and answer.status == SSH_FAILED:
         cause = _cause(answer.err)
         raise RemoteError(f"{node.name}: cannot be reached by ssh ({destination(node)}): {cause}")
@@ -63,13 +63,18 @@ def run(
 
 
 def _cause(stderr: str) -> str:
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    cause = lines[-1] if lines else "the connection was closed"
+    cause = last_lines(stderr) or "the connection was closed"
     if "Host key verification failed" in stderr:
         return f"{cause} Log in once by hand to see and accept the node's key"
     if "Permission denied" in stderr:
         return f"{cause} Password logins are not used; copy your key there with ssh-copy-id"
     return cause
+
+
+def last_lines(text: str, count: int = 1) -> str:
+    """The last ``count`` lines with something in them, separated by `` | ``."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " | ".join(lines[-count:])
 
 
 def run_script(

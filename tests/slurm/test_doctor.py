@@ -20,9 +20,11 @@ from pathlib import Path
 
 import pytest
 
-from ddp_slurm.admin.doctor import Finding, Severity, Snapshot, diagnose, look
 from ddp_slurm.admin.doctor.ask import prove, run_by_srun
+from ddp_slurm.admin.doctor.checks import diagnose
 from ddp_slurm.admin.doctor.checks_training import all_reduce
+from ddp_slurm.admin.doctor.finding import Finding, Severity
+from ddp_slurm.admin.doctor.snapshot import Snapshot, look
 from ddp_slurm.ask import Answer
 from ddp_slurm.cluster import Cluster, GpuModel, Node
 from ddp_slurm.lab import Lab

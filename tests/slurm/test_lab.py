@@ -169,7 +169,7 @@ def test_killed_node_loses_its_processes_and_goes_down(make_lab):
 
 
 STAGES = [
-    "record",
+    "write_whole",
     "make_switch",
     "make_node",
     "write_configuration",
@@ -201,7 +201,7 @@ Lab.up(Cluster.load("cluster.yaml"), {new_name!r})
     assert residue(new_name)
     number = registry.find(new_name).network
     link = machine_link(number)
-    assert bool(link) == (stage != "record")
+    assert bool(link) == (stage != "write_whole")
     assert cli("down", "--name", new_name).returncode == 0
     assert residue(new_name) == []
     assert link is None or machine_link(number) != link

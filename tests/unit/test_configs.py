@@ -232,6 +232,8 @@ def test_weights_put_large_cards_last(load: Callable[[str], Cluster]) -> None:
         "c",
     ]
     assert order(big, many, small) == ["a", "c", "b"], "by count where one does not say its memory"
+    fast = small.replace("vram24gb", "vram24gb, 100g, ib200gb")
+    assert order(big, fast) == ["a", "c"], "a speed of the network is no memory"
 
 
 def test_gres_conf_has_a_line_for_each_model(cluster: Cluster) -> None:

@@ -1,6 +1,7 @@
 """``ddp-slurm data prepare`` and ``check``: downloads, archives, manifests."""
 
 import asyncio
+import gzip
 import hashlib
 import io
 import tarfile
@@ -33,6 +34,8 @@ class Publisher:
     """A server that breaks its first answers off, and notes the ranges that it was asked for."""
 
     def __init__(self) -> None:
+        self.content = CONTENT
+        self.headers: dict[str, str] = {}
         self.breaks = 0
         self.knows_ranges = True
         self.ranges: list[str | None] = []
@@ -57,10 +60,10 @@ class Publisher:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         self.ranges.append(request.headers.get("Range"))
         begin = (request.http_range.start or 0) if self.knows_ranges else 0
-        part = CONTENT[begin:]
+        part = self.content[begin:]
         if begin and not part:
             return web.Response(status=416)
-        response = web.StreamResponse(status=206 if begin else 200)
+        response = web.StreamResponse(status=206 if begin else 200, headers=self.headers)
         response.content_length = len(part)
         await response.prepare(request)
         if self.breaks:
@@ -98,6 +101,14 @@ def test_download_goes_on_after_a_break(
     assert publisher.ranges[0] is None
     assert all(asked is not None for asked in publisher.ranges[1:])
     assert [path.name for path in tmp_path.iterdir()] == ["set.bin"]
+
+
+def test_download_keeps_an_archive_compressed(publisher: Publisher, tmp_path: Path) -> None:
+    """Some servers call the gzip of a .tar.gz the encoding of the answer (Apache's AddEncoding)."""
+    publisher.content = gzip.compress(CONTENT)
+    publisher.headers = {"Content-Encoding": "gzip"}
+    download(publisher.url, tmp_path / "set.gz", checksum_of(publisher.content))
+    assert (tmp_path / "set.gz").read_bytes() == publisher.content
 
 
 def test_download_starts_again_after_a_wrong_beginning(
@@ -202,7 +213,7 @@ def test_prepare_refuses_an_archive_that_leads_outside(tmp_path: Path, name: str
         ("https://example.org/x.tgz", None, "give its checksum"),
         ("cifar10", checksum_of(b""), "which has its own"),
         ("cifar", None, "did you mean 'cifar10'"),
-        ("/no/such/file", None, "is no file"),
+        ("/no/such/file", None, "is neither a file"),
     ],
 )
 def test_prepare_refuses_a_source_it_cannot_check(
@@ -264,7 +275,7 @@ def test_links_are_followed_inside_the_folder_only(tmp_path: Path) -> None:
         folders.find_files(inside)
     (inside / "out").unlink()
     (inside / "out").symlink_to("train")
-    with pytest.raises(DataSetError, match="is no file"):
+    with pytest.raises(DataSetError, match="is neither a file"):
         folders.find_files(inside)
 
 

@@ -71,7 +71,7 @@ def test_files_are_never_shown_as_pages(served: DataServer) -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/manifest", "/files/empty", "/pieces/0", "/none"])
-@pytest.mark.parametrize("token", [None, WRONG_TOKEN, "", TOKEN[:-1]])
+@pytest.mark.parametrize("token", [None, WRONG_TOKEN, "", TOKEN[:-1], "\xff"])
 def test_server_refuses_a_wrong_token(served: DataServer, path: str, token: str | None) -> None:
     assert status_of(served.request(path, token)) == 401
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from ddp_slurm.admin.doctor import Severity, diagnose
+from ddp_slurm.admin.doctor.checks import diagnose
+from ddp_slurm.admin.doctor.finding import Severity
 from tests.doctor_facts import (
     Case,
     assert_found,

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from ddp_slurm.admin.doctor import Severity, diagnose
+from ddp_slurm.admin.doctor.checks import diagnose
+from ddp_slurm.admin.doctor.finding import Severity
 from ddp_slurm.ask import Answer
 from ddp_slurm.cluster import GpuModel
 from tests.doctor_facts import (

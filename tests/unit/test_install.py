@@ -106,7 +106,7 @@ def test_install_only_some_steps_and_nodes() -> None:
     assert nodes.ran == [("hosts", "gamma"), ("munge", "gamma")]
     with pytest.raises(InstallError, match="'mungee' does not exist; did you mean 'munge'"):
         install(CLUSTER, steps=["mungee"], runner=nodes)
-    with pytest.raises(InstallError, match="'gama' is not in the cluster; did you mean 'gamma'"):
+    with pytest.raises(InstallError, match="'gama' does not exist; did you mean 'gamma'"):
         install(CLUSTER, nodes=["gama"], runner=nodes)
 
 

@@ -100,7 +100,7 @@ def test_run_distinguishes_command_and_connection(stub_ssh: Path) -> None:
         match=r"alpha: cannot be reached by ssh \(ops@192\.0\.2\.77 port 2222\): .*ssh-copy-id",
     ):
         run(AWAY, ["sh", "-c", "echo 'Permission denied (publickey).' >&2; exit 255"])
-    with pytest.raises(RemoteError, match=r"alpha: sleep was not done after 0\.1 s"):
+    with pytest.raises(RemoteError, match=r"alpha: sleep did not end within 0\.1 s"):
         run(AWAY, ["sleep", "5"], timeout_seconds=0.1)
 
 

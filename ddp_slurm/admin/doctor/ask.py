@@ -12,7 +12,6 @@ from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.slurm_client.commands import ask_slurm, client_environ
 from ddp_slurm.slurm_client.records import NodeRecord, read_nodes
 from ddp_slurm.ssh.command import RemoteError
-from ddp_slurm.ssh.run import Runner, run
 
 SRUN_PATIENCE_SECONDS = 60
 """How long srun waits for a node that is busy."""
@@ -24,7 +23,7 @@ TASK_ENDED = re.compile(r"srun: error: \S+: tasks? [0-9,-]+: ")
 
 
 class DoctorError(DdpSlurmError):
-    """There is no node to ask."""
+    """No node can be asked."""
 
 
 def cluster_to_ask(file: Path | None) -> Cluster:
@@ -48,14 +47,6 @@ def _node(record: NodeRecord) -> Node:
     """How to reach it, and its GPUs; the rest only Slurm claims."""
     gpus = (GpuModel(count=record.gpus),) if record.gpus else ()
     return Node(record.name, gpus=gpus, address=record.address)
-
-
-def runner_of(via: str) -> Runner:
-    """``ssh`` or ``srun``. Raises DoctorError for another word."""
-    runners: dict[str, Runner] = {"ssh": run, "srun": run_by_srun}
-    if via not in runners:
-        raise DoctorError(f"--via {via!r} does not exist; valid are ssh and srun")
-    return runners[via]
 
 
 def prove(cluster: Cluster, python: str) -> Answer:

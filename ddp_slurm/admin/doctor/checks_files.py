@@ -71,7 +71,7 @@ def temporary_folders(snapshot: Snapshot) -> Findings:
 def limits(snapshot: Snapshot) -> Findings:
     """slurmd may open files and lock memory: its jobs inherit both."""
     for name, facts in snapshot.facts.items():
-        lines = "\n".join(facts.block_lines("slurmd.limits"))
+        lines = facts.text("slurmd.limits")
         for title, lowest, unit, setting in (
             ("Max open files", LOWEST_OPEN_FILES, "files", "LimitNOFILE=131072"),
             ("Max locked memory", LOWEST_LOCKED_BYTES, "bytes", "LimitMEMLOCK=infinity"),

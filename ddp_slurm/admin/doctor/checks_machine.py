@@ -2,81 +2,60 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from ddp_slurm.admin.doctor.finding import Finding, Findings, error, skipped, warning
 from ddp_slurm.admin.doctor.snapshot import Snapshot
-from ddp_slurm.admin.facts import Facts
-from ddp_slurm.admin.gpus import nvidia_error, nvidia_warning
+from ddp_slurm.admin.facts import Facts, Topology
+from ddp_slurm.admin.gpus import nvidia_warning
+from ddp_slurm.cluster import Node
+from ddp_slurm.slurm_client.records import NodeRecord
 
 PROBE = "ddp-slurm cluster probe, then ddp-slurm cluster install"
 CLOCK = "ddp-slurm cluster install --step clock; chronyc makestep sets a clock at once"
 CLOCK_WARNING_SECONDS = 5.0
 CLOCK_ERROR_SECONDS = 60.0
-"""munge refuses at 300 s; a clock that is a minute off gets there, and file times are wrong."""
+"""munge refuses at 300 s; a clock that is a minute off will get there, and file times are wrong."""
 
 DISK_ERROR_KIB = 100 * 1024
 """slurmctld's state and a job's scripts need a part of it; so do DataLoader workers in /dev/shm."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Claim:
-    """What a file says of a node's hardware, beside what the node has."""
-
-    source: str
-    claimed: int | None
-    found: int | None
-    unit: str
-
-    @property
-    def is_too_much(self) -> bool:
-        return bool(self.claimed) and self.found is not None and (self.claimed or 0) > self.found
-
-
 def hardware(snapshot: Snapshot) -> Findings:
     """No node has less memory or fewer cores than configured; slurmd would be drained."""
-    is_checked_by_slurm = "config_overrides" not in snapshot.slurm_config.get(
-        "SlurmdParameters", ""
-    )
-    for node in snapshot.cluster.nodes:
-        facts = snapshot.facts.get(node.name)
-        if facts is None:
-            continue
-        cores = _product(node.sockets, node.cores_per_socket)
-        claims = _claims("cluster.yaml", facts, node.memory_mb, node.cpus, cores)
+    parameters = snapshot.slurm_config.get("SlurmdParameters", "")
+    is_checked_by_slurm = "config_overrides" not in parameters
+    for node, facts in snapshot.responding():
+        causes = [*_excesses("cluster.yaml", node, node.memory_mb, facts)]
         seen = snapshot.slurm_nodes.get(node.name)
         if seen and is_checked_by_slurm:
-            cores = _product(seen.sockets, seen.cores_per_socket)
-            claims += _claims("slurm.conf", facts, seen.real_memory_mb, seen.cpus, cores)
-        for claim in claims:
-            if claim.is_too_much:
-                cause = (
-                    f"{claim.source} has {claim.claimed} {claim.unit}, the machine {claim.found}"
-                )
-                yield error(node.name, cause, PROBE)
+            causes += _excesses("slurm.conf", seen, seen.real_memory_mb, facts)
+        for cause in causes:
+            yield error(node.name, cause, PROBE)
 
 
-def _product(sockets: int | None, cores_per_socket: int | None) -> int | None:
-    return sockets * cores_per_socket if sockets and cores_per_socket else None
+def _cores(source: Node | NodeRecord | Topology | None) -> int | None:
+    if source is None or not source.sockets or not source.cores_per_socket:
+        return None
+    return source.sockets * source.cores_per_socket
 
 
-def _claims(
-    source: str, facts: Facts, memory_mb: int | None, cpus: int | None, cores: int | None
-) -> list[_Claim]:
-    topology = facts.topology
-    found_cores = topology.sockets * topology.cores_per_socket if topology else None
-    return [
-        _Claim(source, memory_mb, facts.memory_mb, "MiB of memory"),
-        _Claim(source, cpus, facts.cpus, "CPUs"),
-        _Claim(source, cores, found_cores, "cores"),
-    ]
+def _excesses(
+    source: str, node: Node | NodeRecord, memory_mb: int | None, facts: Facts
+) -> Iterator[str]:
+    """Where a file gives a node more than the machine has."""
+    for configured, found, unit in (
+        (memory_mb, facts.memory_mb, "MiB of memory"),
+        (node.cpus, facts.cpus, "CPUs"),
+        (_cores(node), _cores(facts.topology), "cores"),
+    ):
+        if configured and found is not None and configured > found:
+            yield f"{source} has {configured} {unit}, the machine {found}"
 
 
 def gpu_count(snapshot: Snapshot) -> Findings:
     """Every node has exactly the GPUs that are configured."""
-    for node in snapshot.cluster.nodes:
-        facts = snapshot.facts.get(node.name)
-        if facts is None or _driver_error(facts):
+    for node, facts in snapshot.responding():
+        if facts.nvidia_error:
             continue
         configured = {"cluster.yaml": node.gpu_count}
         if node.name in snapshot.slurm_nodes:
@@ -101,19 +80,13 @@ def _count_findings(
             yield warning(node, cause, PROBE)
 
 
-def _driver_error(facts: Facts) -> str | None:
-    block = facts.block("nvidia-smi")
-    failure = nvidia_error(block.status, block.text) if block else None
-    return f"nvidia-smi: {failure}" if failure else None
-
-
 def driver(snapshot: Snapshot) -> Findings:
     """The driver works, and its kernel module and library have one version.
 
     After an upgrade without a restart they differ.
     """
     for name, facts in snapshot.facts.items():
-        failure = _driver_error(facts)
+        failure = f"nvidia-smi: {facts.nvidia_error}" if facts.nvidia_error else None
         module = _kernel_module_version(facts)
         libraries = [gpu.driver for gpu in facts.gpus if gpu.vendor == "nvidia"]
         if module and libraries and module != libraries[0]:
@@ -126,7 +99,7 @@ def driver(snapshot: Snapshot) -> Findings:
             yield error(name, failure, fix)
             continue
         block = facts.block("nvidia-smi")
-        complaint = nvidia_warning(block.status, block.text) if block else None
+        complaint = nvidia_warning(*block) if block else None
         if complaint:
             fix = "jobs can run on the card; have its vendor check it"
             yield warning(name, f"nvidia-smi: {complaint}", fix)
@@ -137,11 +110,8 @@ def driver(snapshot: Snapshot) -> Findings:
 
 
 def _kernel_module_version(facts: Facts) -> str | None:
-    block = facts.block("nvidia.module")
-    if block is None:
-        return None
     # "Kernel Module  535.183.01  Sun", or "Open Kernel Module for x86_64  580.159.04  Release"
-    match = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", block.text)
+    match = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", facts.text("nvidia.module"))
     return match[1] if match else None
 
 
@@ -166,8 +136,7 @@ def clock(snapshot: Snapshot) -> Findings:
         elif certain > CLOCK_WARNING_SECONDS:
             yield warning(name, cause, CLOCK)
     for name, facts in snapshot.facts.items():
-        block = facts.block("unmunge")
-        match = re.search(r"Expired|Rewound", block.text) if block else None
+        match = re.search(r"Expired|Rewound", facts.text("unmunge"))
         if match:
             cause = f"munge: {match[0]} credential, the clocks differ by minutes"
             yield error(name, cause, CLOCK)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from ddp_slurm.admin.doctor.finding import Finding, Findings, error, skipped
 from ddp_slurm.admin.doctor.snapshot import Snapshot
 from ddp_slurm.admin.facts import Block
+from ddp_slurm.ssh.run import last_lines
 
 INSTALL = "ddp-slurm cluster install --step munge"
 
@@ -38,7 +39,7 @@ def _nodes_without_credential(snapshot: Snapshot) -> Iterator[Finding]:
         yield skipped("munge is installed on no node")
     silent = []
     for name, facts in installed.items():
-        finding = _permission_error(name, facts.block("credential"))
+        finding = _permission_error(name, facts.text("credential"))
         if finding:
             yield finding
         else:
@@ -49,7 +50,7 @@ def _nodes_without_credential(snapshot: Snapshot) -> Iterator[Finding]:
 
 def _decoding_error(name: str, block: Block, credential_from: str) -> Finding | None:
     """Why the node does not decode the credential of ``credential_from``."""
-    permission_error = _permission_error(name, block)
+    permission_error = _permission_error(name, block.text)
     if permission_error:
         return permission_error
     if "Failed to access" in block.text:
@@ -59,17 +60,15 @@ def _decoding_error(name: str, block: Block, credential_from: str) -> Finding | 
         return error(name, cause, f"{INSTALL}; munged reads its key at start only")
     is_clock = re.search(r"Expired|Rewound|Replayed", block.text)  # the check "clock" reports it
     if block.status and not is_clock:
-        last_line = block.text.strip().splitlines()[-1:] or ["no message"]
-        return error(name, f"munge: {last_line[0].strip()}", INSTALL)
+        return error(name, f"munge: {last_lines(block.text) or 'no message'}", INSTALL)
     return None
 
 
-def _permission_error(name: str, block: Block | None) -> Finding | None:
-    """munged may run well: who asked is not let to its socket.
+def _permission_error(name: str, text: str) -> Finding | None:
+    """munged may be running: the user who asked cannot reach its socket.
 
     Source: github.com/dun/munge/issues/131: the folder has mode 0755, the socket 0777.
     """
-    text = block.text if block else ""
     match = re.search(r'Failed to access "(.*)/([^/"]*)": Permission denied', text)
     if match is None:
         return None

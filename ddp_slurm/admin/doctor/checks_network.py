@@ -1,6 +1,6 @@
 """Checks of the network: names, interfaces, packet sizes, open ports."""
 
-from ddp_slurm.admin.doctor.finding import Findings, error, listed, warning
+from ddp_slurm.admin.doctor.finding import Findings, disagreement, error, warning
 from ddp_slurm.admin.doctor.snapshot import HIGH_PORT, SLURMCTLD_PORT, SLURMD_PORT, Snapshot
 from ddp_slurm.admin.facts import Facts
 from ddp_slurm.cluster import Node
@@ -62,9 +62,8 @@ def _is_loopback(address: str) -> bool:
 
 def interface(snapshot: Snapshot) -> Findings:
     """The network interface of cluster.yaml exists on its node and is up."""
-    for node in snapshot.cluster.nodes:
-        facts = snapshot.facts.get(node.name)
-        if facts is None or node.interface is None:
+    for node, facts in snapshot.responding():
+        if node.interface is None:
             continue
         states = dict(line.split()[:2] for line in facts.values.get("interface", ()))
         state = states.get(node.interface)
@@ -82,17 +81,14 @@ def packet_size(snapshot: Snapshot) -> Findings:
     Otherwise large packets vanish: names resolve and ranks meet, and the first all-reduce hangs.
     """
     nodes_of_mtu: dict[str, list[str]] = {}
-    for node in snapshot.cluster.nodes:
-        facts = snapshot.facts.get(node.name)
-        used = _used_interface(snapshot, node, facts) if facts else None
-        for line in facts.values.get("mtu", ()) if facts else ():
+    for node, facts in snapshot.responding():
+        used = _used_interface(snapshot, node, facts)
+        for line in facts.values.get("mtu", ()):
             name, mtu = line.split()
             if name == used and mtu != "0":
                 nodes_of_mtu.setdefault(mtu, []).append(node.name)
-    if len(nodes_of_mtu) > 1:
-        fewest = min(nodes_of_mtu.values(), key=len)
-        cause = f"different MTU between the nodes: {listed(nodes_of_mtu)}"
-        yield warning(fewest, cause, "ip link set INTERFACE mtu N: one N for nodes and switch")
+    fix = "ip link set INTERFACE mtu N: one N for nodes and switch"
+    yield from disagreement(warning, "MTU between the nodes", nodes_of_mtu, fix)
 
 
 def _used_interface(snapshot: Snapshot, node: Node, facts: Facts) -> str | None:

@@ -12,17 +12,18 @@ from ddp_slurm.admin.doctor.finding import (
     skipped,
     warning,
 )
-from ddp_slurm.admin.doctor.snapshot import Snapshot, config_of
+from ddp_slurm.admin.doctor.snapshot import Snapshot, read_config
 from ddp_slurm.admin.facts import Facts
 from ddp_slurm.admin.slurm_releases import RELEASES
 from ddp_slurm.slurm_client.records import NodeRecord, is_switched_off, unavailable_words
+from ddp_slurm.ssh.run import last_lines
 
 INSTALL = "ddp-slurm cluster install"
 SAME_CONFIGURATION = f"{INSTALL} --step slurmctld --step slurmd; nodes need no copy of their own"
 
 
 def reachable(snapshot: Snapshot) -> Findings:
-    """Every node responds that power saving has not switched off."""
+    """Every node responds, except those that power saving has switched off."""
     for name, cause in snapshot.unreachable.items():
         record = snapshot.slurm_nodes.get(name)
         if record and is_switched_off(record.state):
@@ -76,7 +77,7 @@ def controller(snapshot: Snapshot) -> Findings:
     without_response = [name for name, text in pings.items() if " UP" not in text]
     if not without_response:
         return
-    ping = _last_line(pings[without_response[0]])
+    ping = last_lines(pings[without_response[0]]) or "no answer"
     if len(without_response) == len(pings):
         host = snapshot.cluster.controller_name
         fix = f"on {host}: systemctl status slurmctld; the end of /var/log/slurm/slurmctld.log"
@@ -172,7 +173,7 @@ def _installed_version(facts: Facts) -> str | None:
 def cgroup(snapshot: Snapshot) -> Findings:
     """A machine with cgroup v2 needs Slurm's plugin for it, or slurmd does not start.
 
-    But where its configuration uses no control groups: proctrack/linuxproc without task/cgroup.
+    Except where its configuration uses no control groups: proctrack/linuxproc without task/cgroup.
     """
     for name, facts in snapshot.facts.items():
         is_v2 = facts.first("cgroup") == "cgroup2fs"
@@ -192,7 +193,7 @@ def configuration(snapshot: Snapshot) -> Findings:
     """All nodes run with the controller's configuration."""
     differing = []
     for name, facts in snapshot.facts.items():
-        if config_of(facts).get("HASH_VAL", "").startswith("Different"):
+        if read_config(facts.answer("slurm.config")).get("HASH_VAL", "").startswith("Different"):
             differing.append(name)
     if differing:
         cause = "slurm.conf differs from the one slurmctld runs with"
@@ -211,8 +212,3 @@ def _copies(snapshot: Snapshot) -> dict[str, dict[str, list[str]]]:
             path, checksum = line.split(maxsplit=1)
             copies.setdefault(path, {}).setdefault(checksum, []).append(name)
     return copies
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "no answer"

@@ -9,7 +9,7 @@ from ddp_slurm.admin.advise import (
     OLDEST_PYTHON,
     torch_command,
 )
-from ddp_slurm.admin.doctor.finding import Findings, error, listed, skipped, warning, well
+from ddp_slurm.admin.doctor.finding import Findings, disagreement, error, skipped, warning, well
 from ddp_slurm.admin.doctor.snapshot import Snapshot
 from ddp_slurm.admin.facts import Facts
 
@@ -131,23 +131,17 @@ def versions(snapshot: Snapshot) -> Findings:
         yield skipped(f"{snapshot.python} runs on no node with GPUs")
     for key, title in _COMPARED.items():
         groups = _groups(values_of_node, key)
-        if len(groups) > 1:
-            fewest = min(groups.values(), key=len)
-            yield error(fewest, f"different {title}: {listed(groups)}", SAME_ENVIRONMENT)
+        yield from disagreement(error, title, groups, SAME_ENVIRONMENT)
 
 
 def driver_branch(snapshot: Snapshot) -> Findings:
     """The GPU drivers are of one branch: NCCL has errors of its own between two."""
-    branches = {}
+    nodes_of_branch: dict[str, list[str]] = {}
     for name, facts in snapshot.facts.items():
         if facts.gpus and facts.gpus[0].vendor == "nvidia" and facts.gpus[0].driver:
-            branches[name] = {"branch": facts.gpus[0].driver.split(".")[0]}
-    groups = _groups(branches, "branch")
-    if len(groups) > 1:
-        fewest = min(groups.values(), key=len)
-        cause = f"different driver branches: {listed(groups)}"
-        fix = "one branch on all nodes, excluded from automatic upgrades"
-        yield warning(fewest, cause, fix)
+            nodes_of_branch.setdefault(_major(facts.gpus[0].driver), []).append(name)
+    fix = "one branch on all nodes, excluded from automatic upgrades"
+    yield from disagreement(warning, "driver branches", nodes_of_branch, fix)
 
 
 def served_cards(snapshot: Snapshot) -> Findings:
@@ -192,12 +186,13 @@ def is_served(capability: str, built: list[str]) -> bool:
 def cards_compute(snapshot: Snapshot) -> Findings:
     """torch finds every card of a node, and each computes.
 
-    A card that a job fills or holds alone is no error: it works.
+    A card that a job fills or holds exclusively is not an error: it works.
     """
-    for name, facts in _with_gpus(snapshot).items():
-        if facts.training.get("cuda", "none") == "none" or "cards" not in facts.training:
+    for node, facts in snapshot.responding():
+        has_torch_for_gpus = facts.training.get("cuda", "none") != "none"
+        if not (node.gpus and has_torch_for_gpus and "cards" in facts.training):
             continue
-        planned = snapshot.node(name).gpu_count
+        name, planned = node.name, node.gpu_count
         failures = facts.training.get("card_errors", "")
         found = int(facts.training["cards"])
         if re.search(r"out of memory|busy or unavailable", failures):
@@ -248,11 +243,7 @@ def libc(snapshot: Snapshot) -> Findings:
 
 
 def _with_gpus(snapshot: Snapshot) -> dict[str, Facts]:
-    nodes = {}
-    for node in snapshot.cluster.nodes:
-        if node.gpus and node.name in snapshot.facts:
-            nodes[node.name] = snapshot.facts[node.name]
-    return nodes
+    return {node.name: facts for node, facts in snapshot.responding() if node.gpus}
 
 
 def _groups(values_of_node: Mapping[str, Mapping[str, str]], key: str) -> dict[str, list[str]]:

@@ -1,7 +1,6 @@
 """Check of the user accounts."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from ddp_slurm.admin.doctor.finding import Findings, error, listed, warning
 from ddp_slurm.admin.doctor.snapshot import Snapshot
@@ -12,40 +11,29 @@ PEOPLES_UIDS = range(1000, 60000)
 """The range from which adduser takes the ids of people."""
 
 
-@dataclass
-class _Account:
-    """The nodes that have a user, by its ids there: ``1000`` or ``1000, group 1001``."""
-
-    nodes_of_uid: dict[str, list[str]] = field(default_factory=dict)
-
-    def nodes(self) -> list[str]:
-        return [name for names in self.nodes_of_uid.values() for name in names]
-
-
 def users(snapshot: Snapshot) -> Findings:
     """A name has one id on all nodes, and who may run jobs exists on all."""
-    accounts: dict[str, _Account] = {}
+    accounts: dict[str, dict[str, list[str]]] = {}  # by name the nodes of each id
     asked = [name for name, facts in snapshot.facts.items() if facts.block("users")]
     for node in asked:
         for user, uid in _relevant_users(snapshot.facts[node]):
-            account = accounts.setdefault(user, _Account())
-            account.nodes_of_uid.setdefault(uid, []).append(node)
-    for user, account in accounts.items():
+            accounts.setdefault(user, {}).setdefault(uid, []).append(node)
+    for user, nodes_of_uid in accounts.items():
         is_daemon = user in DAEMON_USERS
         if is_daemon:
             fix = "ddp-slurm cluster install --step users"
         else:
             fix = f"useradd -u ID {user}, the same ID on all nodes"
-        present = account.nodes()
+        present = {name for names in nodes_of_uid.values() for name in names}
         missing = [name for name in asked if name not in present]
-        if len(account.nodes_of_uid) > 1:
-            fewest = min(account.nodes_of_uid.values(), key=len)
-            ids = listed(account.nodes_of_uid)
+        if len(nodes_of_uid) > 1:
+            fewest = min(nodes_of_uid.values(), key=len)
+            ids = listed(nodes_of_uid)
             if not is_daemon:
                 fix = f"usermod -u ID {user}; groupmod -g ID {user}; chown -R {user}: its files"
             yield error(fewest, f"user {user} has different ids: {ids}", fix)
         elif missing:
-            uid = next(iter(account.nodes_of_uid))
+            uid = next(iter(nodes_of_uid))
             cause = f"user {user} (id {uid}) does not exist"
             if is_daemon:
                 yield error(missing, cause, fix)
@@ -72,8 +60,7 @@ def _relevant_users(facts: Facts) -> Iterator[tuple[str, str]]:
 
     A person's group counts, too: files that one node's job makes are read on another.
     """
-    block = facts.block("users")
-    for line in block.text.splitlines() if block else ():
+    for line in facts.block_lines("users"):
         fields = line.split(":")
         if len(fields) < 7:
             continue

@@ -1,6 +1,6 @@
 """What a check reports."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -26,6 +26,8 @@ class Finding:
     """The name of the check, which ``diagnose`` fills in."""
 
 
+Groups = Mapping[str, list[str]]
+"""Nodes by a value that they have."""
 Findings = Iterator[Finding]
 """What a check yields; nothing at all where everything is well."""
 
@@ -52,8 +54,8 @@ def _names(nodes: str | Collection[str]) -> tuple[str, ...]:
     return (nodes,) if isinstance(nodes, str) else tuple(nodes)
 
 
-def outside_largest(groups: dict[str, list[str]]) -> tuple[str, ...]:
-    """The nodes that are not in the largest group, given the nodes by value."""
+def outside_largest(groups: Groups) -> tuple[str, ...]:
+    """The nodes that are not in the largest group."""
     largest = max(groups.values(), key=len)
     odd: list[str] = []
     for names in groups.values():
@@ -62,6 +64,15 @@ def outside_largest(groups: dict[str, list[str]]) -> tuple[str, ...]:
     return tuple(odd)
 
 
-def listed(groups: dict[str, list[str]]) -> str:
+def disagreement(
+    report: Callable[[list[str], str, str], Finding], what: str, groups: Groups, fix: str
+) -> Findings:
+    """One finding, for the smallest group, where nodes have different values."""
+    if len(groups) > 1:
+        fewest = min(groups.values(), key=len)
+        yield report(fewest, f"different {what}: {listed(groups)}", fix)
+
+
+def listed(groups: Groups) -> str:
     """``1.0 on alpha, beta, 1.1 on gamma``."""
     return ", ".join(f"{value} on {', '.join(names)}" for value, names in groups.items())

@@ -1,7 +1,7 @@
 """Everything the checks look at, gathered once: the facts of each node, and Slurm's records."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -35,39 +35,33 @@ class Snapshot:
     @cached_property
     def slurm_nodes(self) -> dict[str, NodeRecord]:
         """By the answer of the first node that got one; empty where slurmctld does not respond."""
-        for facts in self.facts.values():
-            block = facts.block("slurm.nodes")
-            if block and block.status == 0:
-                return {node.name: node for node in read_nodes(block.text)}
-        return {}
+        return {node.name: node for node in read_nodes(self._first_answer("slurm.nodes"))}
 
     @cached_property
     def slurm_partitions(self) -> dict[str, PartitionRecord]:
         """As ``slurm_nodes``."""
-        for facts in self.facts.values():
-            block = facts.block("slurm.partitions")
-            if block and block.status == 0:
-                return {record.name: record for record in read_partitions(block.text)}
-        return {}
+        records = read_partitions(self._first_answer("slurm.partitions"))
+        return {record.name: record for record in records}
 
     @cached_property
     def slurm_config(self) -> dict[str, str]:
-        """``scontrol show config``, of the first node that got an answer."""
-        for facts in self.facts.values():
-            if config := config_of(facts):
-                return config
-        return {}
+        """As ``slurm_nodes``."""
+        return read_config(self._first_answer("slurm.config"))
 
-    def node(self, name: str) -> Node:
-        return next(node for node in self.cluster.nodes if node.name == name)
+    def _first_answer(self, name: str) -> str:
+        answers = (facts.answer(name) for facts in self.facts.values())
+        return next(filter(None, answers), "")
+
+    def responding(self) -> Iterator[tuple[Node, Facts]]:
+        """The nodes that responded, and what each reported."""
+        for node in self.cluster.nodes:
+            if node.name in self.facts:
+                yield node, self.facts[node.name]
 
 
-def config_of(facts: Facts) -> dict[str, str]:
-    """The keys and values of ``scontrol show config`` on a node."""
-    block = facts.block("slurm.config")
-    if block is None or block.status != 0:
-        return {}
-    pairs = re.findall(r"^(\S+?)(?:\[\d+\])?\s+= (.*)$", block.text, re.MULTILINE)
+def read_config(text: str) -> dict[str, str]:
+    """The keys and values of ``scontrol show config``."""
+    pairs = re.findall(r"^(\S+?)(?:\[\d+\])?\s+= (.*)$", text, re.MULTILINE)
     return {key: value.strip() for key, value in pairs}
 
 
@@ -101,9 +95,9 @@ def _credential(cluster: Cluster, runner: Runner) -> tuple[str, str | None]:
     """A munge credential, of the controller if it can make one, else of the first node that can."""
     for node in sorted(cluster.nodes, key=lambda node: node.name != cluster.controller_name):
         try:
-            block = gather(node, {"DEPTH": "credential"}, runner=runner).block("credential")
+            text = gather(node, {"DEPTH": "credential"}, runner=runner).answer("credential")
         except RemoteError:
             continue
-        if block and block.status == 0 and block.text.startswith("MUNGE:"):
-            return block.text.strip(), node.name
+        if text.startswith("MUNGE:"):
+            return text.strip(), node.name
     return "", None

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 
-from ddp_slurm.admin.install.steps import InstallError, last_lines, run_shell
+from ddp_slurm.admin.install.steps import InstallError, error_text, run_shell
 from ddp_slurm.admin.slurm_releases import (
     DEFAULT_RELEASE,
     FIRST_WITH_CGROUP_V2,
@@ -41,13 +41,13 @@ class Before:
 
     nodes: Mapping[str, NodeBefore]
     absent: Mapping[str, str]
-    """The cause for each node that did not answer."""
+    """The cause for each node that did not respond."""
 
 
 def look(
     cluster: Cluster, needed: Collection[str], settings: Mapping[str, str], runner: Runner
 ) -> Before:
-    """Ask every node. Raises InstallError where a ``needed`` one does not answer."""
+    """Ask every node. Raises InstallError where a ``needed`` one does not respond."""
 
     def ask_node(node: Node) -> Answer:
         ask_key = "yes" if node.name == cluster.controller_name else "no"
@@ -59,7 +59,7 @@ def look(
         if isinstance(answer, RemoteError):
             absent[name] = str(answer)
         elif answer.status != 0:
-            absent[name] = f"{name}: {last_lines(answer.err)}"
+            absent[name] = f"{name}: {error_text(answer)}"
         else:
             nodes[name] = _parse(answer.out)
     causes = [cause for name, cause in absent.items() if name in needed]
@@ -113,7 +113,7 @@ def without_control_groups(before: Before, release: str) -> list[str]:
 
 
 def _supported_releases(versions: Mapping[str, str]) -> tuple[list[str], set[str]]:
-    """What is wrong with versions, each cause once, and the releases of all, also of those."""
+    """The errors of these versions, each once, and the releases of all, also of wrong ones."""
     problems, releases = [], set()
     for version in filter(None, versions.values()):
         try:

@@ -1,6 +1,7 @@
 """Run the steps in their order."""
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from ddp_slurm.admin.install.before import common_release, look, without_control_groups
 from ddp_slurm.admin.install.settings import (
@@ -8,16 +9,12 @@ from ddp_slurm.admin.install.settings import (
     settings_of_controller,
     settings_of_release,
 )
-from ddp_slurm.admin.install.steps import (
-    InstallError,
-    Outcome,
-    Step,
-    chosen_steps,
-    run_step,
-)
+from ddp_slurm.admin.install.steps import STEPS, InstallError, Outcome, Step, run_step
 from ddp_slurm.cluster import Cluster, Node
 from ddp_slurm.errors import did_you_mean
 from ddp_slurm.ssh.run import Runner, run
+
+T = TypeVar("T", Node, Step)
 
 
 def install(
@@ -37,8 +34,8 @@ def install(
     Raises InstallError when a step fails, when one of ``nodes`` or the controller cannot
     be reached, when the nodes would get different releases, or one that cannot use their addresses.
     """
-    chosen = _chosen_nodes(cluster, nodes)
-    plan = chosen_steps(steps)
+    chosen = _chosen("node", cluster.nodes, nodes)
+    plan = _chosen("step", STEPS, steps)
     settings = common_settings(cluster, dry_run=dry_run)
     needed = {node.name for node in chosen} | {cluster.controller_name}
     before = look(cluster, needed, settings, runner)
@@ -75,13 +72,16 @@ def _no_limits(nodes: Sequence[str], release: str, controller: str) -> Outcome:
     return Outcome("before", controller, "ok", (reason,))
 
 
-def _chosen_nodes(cluster: Cluster, names: Sequence[str]) -> tuple[Node, ...]:
-    """The nodes of these names, all for no names. Raises InstallError for an unknown name."""
-    known = [node.name for node in cluster.nodes]
+def _chosen(kind: str, items: Sequence[T], names: Sequence[str]) -> tuple[T, ...]:
+    """The items of these names in their own order; all of them for no names.
+
+    Raises InstallError for an unknown name.
+    """
+    known = [item.name for item in items]
     for name in names:
         if name not in known:
-            raise InstallError(f"node {name!r} is not in the cluster{did_you_mean(name, known)}")
-    return tuple(node for node in cluster.nodes if not names or node.name in names)
+            raise InstallError(f"{kind} {name!r} does not exist{did_you_mean(name, known)}")
+    return tuple(item for item in items if not names or item.name in names)
 
 
 def _check_configless(plan: Sequence[Step], slurm_conf: str, release: str) -> None:

@@ -56,15 +56,12 @@ def _address(node: Node) -> str:
 
 def settings_of_controller(controller: NodeBefore) -> dict[str, str]:
     """Ids and key: a running cluster keeps its own."""
+    new_key = base64.b64encode(secrets.token_bytes(MUNGE_KEY_BYTES)).decode()
     return {
         "MUNGE_UID": controller.munge_uid or str(DEFAULT_MUNGE_ID),
         "SLURM_UID": controller.slurm_uid or str(DEFAULT_SLURM_ID),
-        "MUNGE_KEY": controller.munge_key or _new_munge_key(),
+        "MUNGE_KEY": controller.munge_key or new_key,
     }
-
-
-def _new_munge_key() -> str:
-    return base64.b64encode(secrets.token_bytes(MUNGE_KEY_BYTES)).decode()
 
 
 def settings_of_release(

@@ -1,18 +1,18 @@
 """The steps, and running one on a node."""
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 
 from ddp_slurm.ask import Answer
 from ddp_slurm.cluster import Node
-from ddp_slurm.errors import DdpSlurmError, did_you_mean
+from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.ssh.command import RemoteError
-from ddp_slurm.ssh.run import Runner, on_all, run_script
+from ddp_slurm.ssh.run import Runner, last_lines, on_all, run_script
 
 STEP_TIMEOUT_SECONDS = 1800.0
-"""apt on a slow line takes long."""
+"""apt takes long over a slow connection."""
 
 LOCK_HELD = 75
 LOCK_FILE = "/run/ddp-slurm-install.lock"
@@ -26,10 +26,9 @@ class InstallError(DdpSlurmError):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One file of cluster_setup/steps."""
+    """One file of cluster_setup/steps, which begins with what the step is for."""
 
     name: str
-    purpose: str
     on_controller_only: bool = False
     changes_nothing: bool = False
     needs_slurm: bool = True
@@ -39,36 +38,17 @@ class Step:
 
 
 SETTINGS_OF_ALL = ("NODES", "CONTROLLER", "CONTROLLER_ADDRESS", "DRY_RUN")
+CONFIGURATION = ("SLURM_CONF", "GRES_CONF", "CGROUP_CONF")
 STEPS = (
-    Step("hosts", "names and addresses of all nodes in /etc/hosts", needs_slurm=False),
-    Step(
-        "users",
-        "the same ids for munge and slurm",
-        needs_slurm=False,
-        settings=("MUNGE_UID", "SLURM_UID"),
-    ),
-    Step("clock", "chrony, which follows the controller", needs_slurm=False),
-    Step("packages", "Slurm and munge"),
-    Step("munge", "one key for all nodes", settings=("MUNGE_KEY",)),
-    Step(
-        "slurmctld",
-        "the configuration, and the daemon that hands it out",
-        on_controller_only=True,
-        settings=("SLURM_CONF", "GRES_CONF", "CGROUP_CONF"),
-    ),
-    Step(
-        "slurmd",
-        "the daemon of each node",
-        settings=("SLURM_CONF", "GRES_CONF", "CGROUP_CONF", "GPU_CHECK"),
-    ),
-    Step("nodes", "every node registered and ready", on_controller_only=True),
-    Step(
-        "first_job",
-        "one step over all nodes",
-        on_controller_only=True,
-        changes_nothing=True,
-        settings=("SRUN", "TASKS"),
-    ),
+    Step("hosts", needs_slurm=False),
+    Step("users", needs_slurm=False, settings=("MUNGE_UID", "SLURM_UID")),
+    Step("clock", needs_slurm=False),
+    Step("packages"),
+    Step("munge", settings=("MUNGE_KEY",)),
+    Step("slurmctld", on_controller_only=True, settings=CONFIGURATION),
+    Step("slurmd", settings=(*CONFIGURATION, "GPU_CHECK")),
+    Step("nodes", on_controller_only=True),
+    Step("first_job", on_controller_only=True, changes_nothing=True, settings=("SRUN", "TASKS")),
 )
 
 
@@ -81,18 +61,6 @@ class Outcome:
     result: str
     """``ok``, ``changed``, ``would-change``, ``skipped`` or ``failed``."""
     reasons: tuple[str, ...] = ()
-
-
-def chosen_steps(names: Sequence[str]) -> tuple[Step, ...]:
-    """The steps of these names in their own order; all of them for no names.
-
-    Raises InstallError for an unknown name.
-    """
-    known = [step.name for step in STEPS]
-    for name in names:
-        if name not in known:
-            raise InstallError(f"step {name!r} does not exist{did_you_mean(name, known)}")
-    return tuple(step for step in STEPS if not names or step.name in names)
 
 
 def run_step(
@@ -123,9 +91,14 @@ def _outcome(step: Step, node: str, answer: Answer | RemoteError) -> Outcome:
         result = results[0]
     else:
         result = "failed"
-        reasons.append(last_lines(answer.err))
+        reasons.append(error_text(answer))
     unique_reasons = tuple(dict.fromkeys(reasons))  # a step looks before and after
     return Outcome(step.name, node, result, unique_reasons)
+
+
+def error_text(answer: Answer) -> str:
+    """How the error output of a shell ends."""
+    return last_lines(answer.err, 4) or "no message"
 
 
 def run_shell(
@@ -155,8 +128,3 @@ def step_script(name: str, settings: Mapping[str, str], call: str = "run_step") 
     assignments = [f"{key}={shlex.quote(value)}" for key, value in settings.items()]
     # echo: what the login shell printed before may not end with a newline
     return "\n".join([*assignments, "echo", common, step, call])
-
-
-def last_lines(text: str, count: int = 4) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " | ".join(lines[-count:]) or "no message"
