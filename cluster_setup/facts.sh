@@ -109,7 +109,6 @@ slurm() {
         fi
         for pid in $(pidof slurmd); do file_block slurmd.limits "/proc/$pid/limits"; done
     fi
-    block slurmd.hardware slurmd -C
     block slurm.ping scontrol ping
     case ${block_text:-} in # every other request to a controller that is down waits for a minute
     *' UP'*)
@@ -170,7 +169,6 @@ identity() {
         printf 'block unmunge %s\n' "$?"
         printf '%s\n' "$block_text" | sed 's/^/|/'
     fi
-    block clock.chrony chronyc -n tracking
 }
 
 try_port() { # NAME ADDRESS PORT
