@@ -7,13 +7,15 @@ imports this.
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ddp_slurm.comm import Comm
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.hostlist import HostlistError, compress_tasks_per_node, expand_tasks_per_node
+
+T = TypeVar("T")
 
 WORLD_SIZE = "DDP_SLURM_WORLD_SIZE"
 TASKS_PER_NODE = "DDP_SLURM_TASKS_PER_NODE"
@@ -114,14 +116,14 @@ class JobEnv:
     def to_environ(self) -> dict[str, str]:
         """The variables of all fields that are not None."""
         values = {
-            WORLD_SIZE: _number_text(self.world_size),
+            WORLD_SIZE: self.world_size,
             TASKS_PER_NODE: _counts_text(self.tasks_per_node),
-            GLOBAL_BATCH_SIZE: _number_text(self.global_batch_size),
+            GLOBAL_BATCH_SIZE: self.global_batch_size,
             SHARES: _counts_text(self.shares),
             BALANCE: self.balance,
-            COMM: None if self.comm is None else str(self.comm),
-            PREDICTED_STEP: None if self.predicted_step is None else repr(self.predicted_step),
-            BUCKET_BYTES: _number_text(self.bucket_bytes),
+            COMM: self.comm,
+            PREDICTED_STEP: self.predicted_step,
+            BUCKET_BYTES: self.bucket_bytes,
             KNOWN_LIMITS: None if self.known_limits is None else json.dumps(self.known_limits),
             MEASURE_FILE: self.measure_file,
             MEASURED_RANKS: _places_text(self.measured_ranks),
@@ -131,7 +133,7 @@ class JobEnv:
             DATA: self.data,
             DATA_TOKEN: self.data_token,
         }
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: str(value) for name, value in values.items() if value is not None}
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> "JobEnv":
@@ -142,32 +144,28 @@ class JobEnv:
         given = os.environ if environ is None else environ
         env = {name: value for name, value in given.items() if value}
         return cls(
-            world_size=_number(env, WORLD_SIZE),
-            tasks_per_node=_counts(env, TASKS_PER_NODE),
-            global_batch_size=_number(env, GLOBAL_BATCH_SIZE),
-            shares=_counts(env, SHARES),
+            world_size=_read(env, WORLD_SIZE, _number),
+            tasks_per_node=_read(env, TASKS_PER_NODE, _counts),
+            global_batch_size=_read(env, GLOBAL_BATCH_SIZE, _number),
+            shares=_read(env, SHARES, _counts),
             balance=env.get(BALANCE),
-            comm=_comm(env),
-            predicted_step=_seconds(env, PREDICTED_STEP),
-            bucket_bytes=_number(env, BUCKET_BYTES),
-            known_limits=_limits(env),
+            comm=_read(env, COMM, _comm),
+            predicted_step=_read(env, PREDICTED_STEP, _seconds),
+            bucket_bytes=_read(env, BUCKET_BYTES, _number),
+            known_limits=_read(env, KNOWN_LIMITS, _limits),
             measure_file=env.get(MEASURE_FILE),
-            measured_ranks=_places(env, MEASURED_RANKS),
+            measured_ranks=_read(env, MEASURED_RANKS, _places),
             requeue_marker=env.get(REQUEUE_MARKER),
-            token=_token(env, TOKEN),
-            verify=_verify(env),
+            token=_read(env, TOKEN, _token),
+            verify=_read(env, VERIFY, _verify),
             data=env.get(DATA),
-            data_token=_token(env, DATA_TOKEN),
+            data_token=_read(env, DATA_TOKEN, _token),
         )
 
 
 def new_token() -> str:
     """A token that nobody can guess: 128 random bits."""
     return os.urandom(16).hex()
-
-
-def _number_text(number: int | None) -> str | None:
-    return None if number is None else str(number)
 
 
 def _counts_text(counts: tuple[int, ...] | None) -> str | None:
@@ -178,79 +176,61 @@ def _places_text(places: tuple[tuple[str, str], ...] | None) -> str | None:
     return None if places is None else ",".join("/".join(place) for place in places)
 
 
-def _number(env: Mapping[str, str], name: str) -> int | None:
-    text = env.get(name)
-    if text is None:
-        return None
+def _read(env: Mapping[str, str], name: str, read: Callable[[str, str], T]) -> T | None:
+    """What ``read`` returns of a variable's name and text; None where it is not set."""
+    return read(name, env[name]) if name in env else None
+
+
+def _number(name: str, text: str) -> int:
     if not re.fullmatch("[1-9][0-9]{0,8}", text):
         raise JobEnvError(f"{name}={text!r} is not a whole number >= 1")
     return int(text)
 
 
-def _token(env: Mapping[str, str], name: str) -> str | None:
-    token = env.get(name)
-    if token is not None and not re.fullmatch("[0-9a-f]{32,}", token):
+def _token(name: str, text: str) -> str:
+    if not re.fullmatch("[0-9a-f]{32,}", text):
         raise JobEnvError(f"{name} is not 32 or more digits of 0-9a-f; its value is secret")
-    return token
+    return text
 
 
-def _counts(env: Mapping[str, str], name: str) -> tuple[int, ...] | None:
-    text = env.get(name)
-    if text is None:
-        return None
+def _counts(name: str, text: str) -> tuple[int, ...]:
     try:
         return tuple(expand_tasks_per_node(text))
     except HostlistError as error:
         raise JobEnvError(f"{name}={text!r}: {error}") from None
 
 
-def _verify(env: Mapping[str, str]) -> Verify | None:
-    text = env.get(VERIFY)
-    if text is None:
-        return None
+def _verify(name: str, text: str) -> Verify:
     found = re.fullmatch("([1-9][0-9]{0,8}):([1-9][0-9]{0,8}):(.+)", text)
     if found is None:
-        raise JobEnvError(f"{VERIFY}={text!r} is not STEPS:RANKS:FILE")
+        raise JobEnvError(f"{name}={text!r} is not STEPS:RANKS:FILE")
     return Verify(int(found[1]), int(found[2]), found[3])
 
 
-def _comm(env: Mapping[str, str]) -> Comm | None:
-    text = env.get(COMM)
-    if text is None:
-        return None
+def _comm(name: str, text: str) -> Comm:
     try:
         return Comm.read(text)
     except ValueError as error:
-        raise JobEnvError(f"{COMM}: {error}") from None
+        raise JobEnvError(f"{name}: {error}") from None
 
 
-def _seconds(env: Mapping[str, str], name: str) -> float | None:
-    text = env.get(name)
-    if text is None:
-        return None
+def _seconds(name: str, text: str) -> float:
     if not re.fullmatch(r"[0-9]+(\.[0-9]+)?(e[+-]?[0-9]{1,3})?", text):
         raise JobEnvError(f"{name}={text!r} is not a number of seconds >= 0")
     return float(text)
 
 
-def _limits(env: Mapping[str, str]) -> KnownLimits | None:
-    text = env.get(KNOWN_LIMITS)
-    if text is None:
-        return None
+def _limits(name: str, text: str) -> KnownLimits:
     try:
         model, precision, of_card = json.loads(text)
         return KnownLimits(model, precision, {card: int(most) for card, most in of_card.items()})
     except (ValueError, TypeError, AttributeError):
         raise JobEnvError(
-            f"{KNOWN_LIMITS}={text!r} is not JSON such as "
-            '["ResNet", "bf16", {"NVIDIA H200": 512}]'
+            f'{name}={text!r} is not JSON such as ["ResNet", "bf16", {{"NVIDIA H200": 512}}]'
         ) from None
 
 
-def _places(env: Mapping[str, str], name: str) -> tuple[tuple[str, str], ...] | None:
-    text = env.get(name)
-    if text is None:
-        return None
+def _places(name: str, text: str) -> tuple[tuple[str, str], ...]:
     places = [place.split("/") for place in text.split(",")]
     if any(len(place) != 2 or not place[0] for place in places):
         raise JobEnvError(f"{name}={text!r} is not a list such as gamma/titan,beta/v100")
