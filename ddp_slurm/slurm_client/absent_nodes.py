@@ -18,7 +18,8 @@ from ddp_slurm.slurm_client.states import (
 )
 
 PASSING = {"MAINT", "MAINTENANCE"}
-"""A reservation for maintenance has an end, and Slurm's own reason names it."""
+"""States that end without anybody's help: a reservation for maintenance has an end, and Slurm's own
+reason names it."""
 MOST_NAMES = 3
 
 
@@ -32,16 +33,12 @@ def look_at_nodes(jobs: Sequence[JobState], ask: Ask) -> list[JobState]:
     if not names:
         return list(jobs)
     answer = ask(["scontrol", "--all", "show", "node", compress_hostlist(names)])
-    absent = {node.name: node for node in read_nodes(answer.out) if is_absent(node)}
+    nodes = read_nodes(answer.out)
+    absent = {node.name: node for node in nodes if unavailable_words(node.state) - PASSING}
     return [
-        _waiting(job, [absent[name] for name in nodes if name in absent])
-        for job, nodes in zip(jobs, awaited, strict=True)
+        _waiting(job, [absent[name] for name in names if name in absent])
+        for job, names in zip(jobs, awaited, strict=True)
     ]
-
-
-def is_absent(node: NodeRecord) -> bool:
-    """Whether somebody or something must act before Slurm starts a job there."""
-    return bool(unavailable_words(node.state) - PASSING)
 
 
 def _awaited_nodes(job: JobState) -> list[str]:

@@ -129,23 +129,15 @@ class JobState(NamedTuple):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "JobState":
         """The inverse of ``as_dict``. Raises KeyError or TypeError for anything else."""
-        return cls(
-            job_id=values["job_id"],
-            state=values["state"],
-            source=values["source"],
-            components=tuple(ComponentState(**component) for component in values["components"]),
-            note=values["note"],
-            log=values["log"],
-        )
+        kept = {name: values[name] for name in cls._fields}
+        kept["components"] = tuple(ComponentState(**part) for part in kept["components"])
+        return cls(**kept)
 
 
 class Patience:
     """How long a program waits for a job whose state is unknown, or that cannot start."""
 
-    def __init__(
-        self, limit_seconds: float | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._limit_seconds = limit_seconds
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._state = ""
         self._since = 0.0
@@ -155,11 +147,8 @@ class Patience:
         if state.state != self._state:
             self._state = state.state
             self._since = self._clock()
-        default = _PATIENCE_SECONDS.get(state.state)
-        if default is None:
-            return
-        limit = default if self._limit_seconds is None else self._limit_seconds
-        if self._clock() - self._since > limit:
+        limit = _PATIENCE_SECONDS.get(state.state)
+        if limit is not None and self._clock() - self._since > limit:
             raise StateError(_impatience(state, limit))
 
 

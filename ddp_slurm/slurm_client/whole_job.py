@@ -31,9 +31,7 @@ def job_of(
         purged: components that have ended and that Slurm no longer lists.
     """
     in_order = tuple(sorted(components, key=lambda component: component.offset))
-    obstacle = find_obstacle(job_id, in_order, purged)
-    state = obstacle.state if obstacle else overall_state(in_order)
-    note = obstacle.note if obstacle else ""
+    state, note = find_obstacle(job_id, in_order, purged) or (overall_state(in_order), "")
     return JobState(job_id, state, source, in_order, note, log)
 
 
