@@ -8,14 +8,12 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 from ddp_slurm.comm import Comm
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.hostlist import HostlistError, compress_tasks_per_node, expand_tasks_per_node
-
-T = TypeVar("T")
 
 WORLD_SIZE = "DDP_SLURM_WORLD_SIZE"
 TASKS_PER_NODE = "DDP_SLURM_TASKS_PER_NODE"
@@ -64,121 +62,6 @@ class Verify(NamedTuple):
     """Of the world that is compared with one process."""
     file: str
     """Where rank 0 writes the gradients."""
-
-
-@dataclass(frozen=True)
-class JobEnv:
-    """The plan of a job, as its ranks see it. A field is None where the variable is not set."""
-
-    world_size: int | None = None
-    """DDP_SLURM_WORLD_SIZE: ranks of the whole job. Every rank checks its world against it."""
-    tasks_per_node: tuple[int, ...] | None = None
-    """DDP_SLURM_TASKS_PER_NODE: ranks on each node, in the order of node ranks, as ``1,2(x3)``."""
-    global_batch_size: int | None = None
-    """DDP_SLURM_GLOBAL_BATCH_SIZE: samples of one optimizer step over all ranks."""
-    shares: tuple[int, ...] | None = None
-    """DDP_SLURM_SHARES: samples of the global batch for each rank, as ``54(x3),18,5``."""
-    balance: str | None = None
-    """DDP_SLURM_BALANCE: ``equal``, ``planned`` (by a file of speeds), or ``measured``: the ranks
-    measure their speed at the start and choose the shares themselves; ``adaptive``: and change
-    them while they train."""
-    comm: Comm | None = None
-    """DDP_SLURM_COMM: how the ranks exchange gradients, as ``--comm`` has it; None: exactly."""
-    predicted_step: float | None = None
-    """DDP_SLURM_PREDICTED_STEP: seconds that an optimizer step takes by the file of speeds."""
-    bucket_bytes: int | None = None
-    """DDP_SLURM_BUCKET_BYTES: of each all-reduce of gradients, as it fits the links in the file of
-    speeds; None: DistributedDataParallel's own."""
-    known_limits: KnownLimits | None = None
-    """DDP_SLURM_KNOWN_LIMITS: the most samples that each card runs at once, by the file of speeds,
-    as JSON: ``["ResNet", "bf16", {"NVIDIA H200": 512}]``."""
-    measure_file: str | None = None
-    """DDP_SLURM_MEASURE_FILE: the path at which rank 0 writes a file of speeds; the training ends
-    where it would have chosen its shares. Set by ``ddp-slurm measure``."""
-    measured_ranks: tuple[tuple[str, str], ...] | None = None
-    """DDP_SLURM_MEASURED_RANKS: node and GPU type of each rank as the cluster's file names them, as
-    ``gamma/titan,beta/v100``; the type is empty where it names none."""
-    requeue_marker: str | None = None
-    """DDP_SLURM_REQUEUE_MARKER: path of the file that rank 0 creates after it stopped before the
-    time limit with a good snapshot, or while its data set was fetched: the job script then requeues
-    the job. The file's text, if any, says the latter."""
-    token: str | None = field(default=None, repr=False)
-    """DDP_SLURM_TOKEN: 32 or more random hexadecimal digits, by which the ranks of a job recognise
-    each other when they meet. Made at the job's start, and kept in the environment alone."""
-    verify: Verify | None = None
-    """DDP_SLURM_VERIFY: ``STEPS:RANKS:FILE``, of ``ddp-slurm verify`` alone."""
-    data: str | None = None
-    """DDP_SLURM_DATA: the folder on this node that holds the job's data set (``--dataset``), in
-    full, when the command begins."""
-    data_token: str | None = field(default=None, repr=False)
-    """DDP_SLURM_DATA_TOKEN: the token of ``ddp-slurm data serve``, where it is not in a file."""
-
-    def to_environ(self) -> dict[str, str]:
-        """The variables of all fields that are not None."""
-        values = {
-            WORLD_SIZE: self.world_size,
-            TASKS_PER_NODE: _counts_text(self.tasks_per_node),
-            GLOBAL_BATCH_SIZE: self.global_batch_size,
-            SHARES: _counts_text(self.shares),
-            BALANCE: self.balance,
-            COMM: self.comm,
-            PREDICTED_STEP: self.predicted_step,
-            BUCKET_BYTES: self.bucket_bytes,
-            KNOWN_LIMITS: None if self.known_limits is None else json.dumps(self.known_limits),
-            MEASURE_FILE: self.measure_file,
-            MEASURED_RANKS: _places_text(self.measured_ranks),
-            REQUEUE_MARKER: self.requeue_marker,
-            TOKEN: self.token,
-            VERIFY: None if self.verify is None else ":".join(map(str, self.verify)),
-            DATA: self.data,
-            DATA_TOKEN: self.data_token,
-        }
-        return {name: str(value) for name, value in values.items() if value is not None}
-
-    @classmethod
-    def from_environ(cls, environ: Mapping[str, str] | None = None) -> "JobEnv":
-        """Read ``environ`` (default ``os.environ``); an empty variable counts as not set.
-
-        Raises JobEnvError with the variable and its value.
-        """
-        given = os.environ if environ is None else environ
-        env = {name: value for name, value in given.items() if value}
-        return cls(
-            world_size=_read(env, WORLD_SIZE, _number),
-            tasks_per_node=_read(env, TASKS_PER_NODE, _counts),
-            global_batch_size=_read(env, GLOBAL_BATCH_SIZE, _number),
-            shares=_read(env, SHARES, _counts),
-            balance=env.get(BALANCE),
-            comm=_read(env, COMM, _comm),
-            predicted_step=_read(env, PREDICTED_STEP, _seconds),
-            bucket_bytes=_read(env, BUCKET_BYTES, _number),
-            known_limits=_read(env, KNOWN_LIMITS, _limits),
-            measure_file=env.get(MEASURE_FILE),
-            measured_ranks=_read(env, MEASURED_RANKS, _places),
-            requeue_marker=env.get(REQUEUE_MARKER),
-            token=_read(env, TOKEN, _token),
-            verify=_read(env, VERIFY, _verify),
-            data=env.get(DATA),
-            data_token=_read(env, DATA_TOKEN, _token),
-        )
-
-
-def new_token() -> str:
-    """A token that nobody can guess: 128 random bits."""
-    return os.urandom(16).hex()
-
-
-def _counts_text(counts: tuple[int, ...] | None) -> str | None:
-    return None if counts is None else compress_tasks_per_node(counts)
-
-
-def _places_text(places: tuple[tuple[str, str], ...] | None) -> str | None:
-    return None if places is None else ",".join("/".join(place) for place in places)
-
-
-def _read(env: Mapping[str, str], name: str, read: Callable[[str, str], T]) -> T | None:
-    """What ``read`` returns of a variable's name and text; None where it is not set."""
-    return read(name, env[name]) if name in env else None
 
 
 def _number(name: str, text: str) -> int:
@@ -235,3 +118,113 @@ def _places(name: str, text: str) -> tuple[tuple[str, str], ...]:
     if any(len(place) != 2 or not place[0] for place in places):
         raise JobEnvError(f"{name}={text!r} is not a list such as gamma/titan,beta/v100")
     return tuple((node, gpu_type) for node, gpu_type in places)
+
+
+def _places_text(places: tuple[tuple[str, str], ...]) -> str:
+    return ",".join("/".join(place) for place in places)
+
+
+def _verify_text(verify: Verify) -> str:
+    return ":".join(map(str, verify))
+
+
+def _text(name: str, text: str) -> str:
+    return text
+
+
+def _variable(
+    name: str, read: Callable[[str, str], Any] = _text, write: Callable[[Any], str] = str
+) -> dict[str, Any]:
+    """A field's variable.
+
+    Args:
+        read: the field's value from the variable's name and text.
+        write: the text of a value.
+    """
+    return {"variable": name, "read": read, "write": write}
+
+
+@dataclass(frozen=True)
+class JobEnv:
+    """The plan of a job, as its ranks see it. A field is None where the variable is not set."""
+
+    world_size: int | None = field(default=None, metadata=_variable(WORLD_SIZE, _number))
+    """DDP_SLURM_WORLD_SIZE: ranks of the whole job. Every rank checks its world against it."""
+    tasks_per_node: tuple[int, ...] | None = field(
+        default=None, metadata=_variable(TASKS_PER_NODE, _counts, compress_tasks_per_node)
+    )
+    """DDP_SLURM_TASKS_PER_NODE: ranks on each node, in the order of node ranks, as ``1,2(x3)``."""
+    global_batch_size: int | None = field(
+        default=None, metadata=_variable(GLOBAL_BATCH_SIZE, _number)
+    )
+    """DDP_SLURM_GLOBAL_BATCH_SIZE: samples of one optimizer step over all ranks."""
+    shares: tuple[int, ...] | None = field(
+        default=None, metadata=_variable(SHARES, _counts, compress_tasks_per_node)
+    )
+    """DDP_SLURM_SHARES: samples of the global batch for each rank, as ``54(x3),18,5``."""
+    balance: str | None = field(default=None, metadata=_variable(BALANCE))
+    """DDP_SLURM_BALANCE: ``equal``, ``planned`` (by a file of speeds), or ``measured``: the ranks
+    measure their speed at the start and choose the shares themselves; ``adaptive``: and change
+    them while they train."""
+    comm: Comm | None = field(default=None, metadata=_variable(COMM, _comm))
+    """DDP_SLURM_COMM: how the ranks exchange gradients, as ``--comm`` has it; None: exactly."""
+    predicted_step: float | None = field(default=None, metadata=_variable(PREDICTED_STEP, _seconds))
+    """DDP_SLURM_PREDICTED_STEP: seconds that an optimizer step takes by the file of speeds."""
+    bucket_bytes: int | None = field(default=None, metadata=_variable(BUCKET_BYTES, _number))
+    """DDP_SLURM_BUCKET_BYTES: of each all-reduce of gradients, as it fits the links in the file of
+    speeds; None: DistributedDataParallel's own."""
+    known_limits: KnownLimits | None = field(
+        default=None, metadata=_variable(KNOWN_LIMITS, _limits, json.dumps)
+    )
+    """DDP_SLURM_KNOWN_LIMITS: the most samples that each card runs at once, by the file of speeds,
+    as JSON: ``["ResNet", "bf16", {"NVIDIA H200": 512}]``."""
+    measure_file: str | None = field(default=None, metadata=_variable(MEASURE_FILE))
+    """DDP_SLURM_MEASURE_FILE: the path at which rank 0 writes a file of speeds; the training ends
+    where it would have chosen its shares. Set by ``ddp-slurm measure``."""
+    measured_ranks: tuple[tuple[str, str], ...] | None = field(
+        default=None, metadata=_variable(MEASURED_RANKS, _places, _places_text)
+    )
+    """DDP_SLURM_MEASURED_RANKS: node and GPU type of each rank as the cluster's file names them, as
+    ``gamma/titan,beta/v100``; the type is empty where it names none."""
+    requeue_marker: str | None = field(default=None, metadata=_variable(REQUEUE_MARKER))
+    """DDP_SLURM_REQUEUE_MARKER: path of the file that rank 0 creates after it stopped before the
+    time limit with a good snapshot, or while its data set was fetched: the job script then requeues
+    the job. A file that is not empty means the latter."""
+    token: str | None = field(default=None, repr=False, metadata=_variable(TOKEN, _token))
+    """DDP_SLURM_TOKEN: 32 or more random hexadecimal digits, by which the ranks of a job recognise
+    each other when they meet. Made at the job's start, and kept in the environment alone."""
+    verify: Verify | None = field(default=None, metadata=_variable(VERIFY, _verify, _verify_text))
+    """DDP_SLURM_VERIFY: ``STEPS:RANKS:FILE``, of ``ddp-slurm verify`` alone."""
+    data: str | None = field(default=None, metadata=_variable(DATA))
+    """DDP_SLURM_DATA: the folder on this node that holds the job's data set (``--dataset``), in
+    full, when the command begins."""
+    data_token: str | None = field(default=None, repr=False, metadata=_variable(DATA_TOKEN, _token))
+    """DDP_SLURM_DATA_TOKEN: the token of ``ddp-slurm data serve``, where it is not in a file."""
+
+    def to_environ(self) -> dict[str, str]:
+        """The variables of all fields that are not None."""
+        environ = {}
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if value is not None:
+                environ[one.metadata["variable"]] = one.metadata["write"](value)
+        return environ
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] | None = None) -> "JobEnv":
+        """Read ``environ`` (default ``os.environ``); an empty variable counts as not set.
+
+        Raises JobEnvError with the variable and its value.
+        """
+        env = os.environ if environ is None else environ
+        values = {}
+        for one in fields(cls):
+            name = one.metadata["variable"]
+            if env.get(name):
+                values[one.name] = one.metadata["read"](name, env[name])
+        return cls(**values)
+
+
+def new_token() -> str:
+    """A token that nobody can guess: 128 random bits."""
+    return os.urandom(16).hex()

@@ -24,7 +24,7 @@ MOST_NAMES = 3
 
 
 def look_at_nodes(jobs: Sequence[JobState], ask: Ask) -> list[JobState]:
-    """The jobs; those that wait for a node that is away become WAITS_FOR_NODE, with a note.
+    """The jobs; those that wait for an unavailable node become WAITS_FOR_NODE, with a note.
 
     Slurm is asked once, and only where a job waits.
     """
@@ -53,7 +53,7 @@ def _waiting(job: JobState, absent: Sequence[NodeRecord]) -> JobState:
         return job
     described = [_described(node) for node in absent[:MOST_NAMES]]
     if len(absent) > MOST_NAMES:
-        described.append(f"{len(absent) - MOST_NAMES} more nodes are away")
+        described.append(f"{len(absent) - MOST_NAMES} more nodes are unavailable")
     note = f"{', '.join(described)}; the job starts when it can use all its nodes"
     holding = [part.job_id for part in job.components if part.state == "RUNNING"]
     if holding:

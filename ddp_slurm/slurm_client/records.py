@@ -1,10 +1,10 @@
 """The one parser of Slurm's records: ``scontrol show node|partition|job``, and gres.
 
 A record begins with ``NodeName=``, ``PartitionName=`` or ``JobId=`` in the first column, and each
-of its other lines with three blanks. Read it without ``--oneliner``: what a person may write (a
-job's name, a comment, a reason) then reaches to the end of its line, and text in it that looks like
-``Key=value`` is not read as a key. Records of nodes and partitions may also come from ``-o``: there
-the texts of persons stand last.
+of its other lines with three blanks. Read it without ``--oneliner``: free text (a job's
+name, a comment, a reason) then extends to the end of its line, and what looks like ``Key=value`` in
+it is not read as a key. Records of nodes and partitions may also come from ``-o``: there the free
+text comes last.
 
 The form is the same from Slurm 20.11 to 26.05.
 """
@@ -76,9 +76,9 @@ class Gres(NamedTuple):
 def read_gres(text: str) -> tuple[Gres, ...]:
     """The items of a gres text.
 
-    The rule, which cluster_setup/gpu_check.sh follows as well: what stands in parentheses is left
-    out (it may hold commas), items are separated by commas and their words by colons; a last word
-    of digits is the count, else the count is 1; what is left between is the type.
+    The rule, which cluster_setup/gpu_check.sh follows as well: text in parentheses, which may hold
+    commas, is left out; items are separated by commas and their words by colons; a last word of
+    digits is the count, else the count is 1; the words between name and count are the type.
 
     >>> [(g.name, g.type, g.number) for g in read_gres("gpu:a100:4(S:0,2),gpu:2,gpu:a:b:2,nic")]
     [('gpu', 'a100', 4), ('gpu', None, 2), ('gpu', 'a:b', 2), ('nic', None, 1)]

@@ -144,12 +144,8 @@ def active_states(job_ids: Iterable[str], ask: Ask = ask_slurm) -> dict[str, Job
 
     Of a heterogeneous job also the components that have ended: the others may wait for them.
     """
-    options = [
-        "--noheader",
-        "--states=all",
-        f"--jobs={','.join(job_ids)}",
-        f"--format={SQUEUE_FORMAT}",
-    ]
+    jobs_option = f"--jobs={','.join(job_ids)}"
+    options = ["--noheader", "--states=all", jobs_option, f"--format={SQUEUE_FORMAT}"]
     answer = ask(["squeue", *options])
     jobs = parse_squeue(answer.out) if answer.status == 0 else {}
     states = [job_of(leader, components, "squeue") for leader, components in jobs.items()]

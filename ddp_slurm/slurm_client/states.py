@@ -27,7 +27,7 @@ WAITING_STATES = frozenset(
 )
 UNKNOWN = "UNKNOWN"
 ENDED = "ENDED"
-"""The state of a job that is over, and of which nothing tells how."""
+"""The state of a job that has ended; how is not known."""
 CANNOT_START = "CANNOT_START"
 """The state of a job that waits in Slurm's queue for what will not happen."""
 HELD = "HELD"
@@ -35,13 +35,13 @@ HELD = "HELD"
 WAITS_FOR_NODE = "WAITS_FOR_NODE"
 """The state of a job that names a node on which Slurm starts no job now."""
 SILENCE_SECONDS = 600
-"""How long a program that waits for a job bears that Slurm does not respond: slurmctld may be
+"""How long a program that waits for a job goes on while Slurm does not respond: slurmctld may be
 restarted or moved meanwhile."""
 CANNOT_START_SECONDS = 240
 """How long such a program waits for a job that cannot start. Longer than the two minutes for which
 a requeued job waits, shorter than the five after which Slurm may forget that a component ended."""
 NODE_SECONDS = 1800
-"""How long such a program waits for a node that is away: longer than a large machine boots."""
+"""How long such a program waits for an unavailable node: longer than a large machine boots."""
 
 
 class StateError(DdpSlurmError):
