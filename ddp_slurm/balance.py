@@ -80,8 +80,7 @@ def split_batch(
 
     Args:
         global_batch: samples of one optimizer step over all ranks.
-        costs: per rank ``(alpha_seconds, beta_seconds_per_sample)``: a step of n samples takes
-            alpha + beta * n; or a Curve, through measured points.
+        costs: of each rank: ``(alpha_seconds, beta_seconds_per_sample)``, or a Curve.
         max_batch: the most samples that a rank can take, one number for all ranks or one for each.
 
     Returns one number per rank, their sum exactly ``global_batch``. Of several optima it is the one

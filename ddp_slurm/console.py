@@ -56,8 +56,8 @@ Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 class Parser(argparse.ArgumentParser):
     """Options are written in full: an abbreviation would change its meaning with a new option.
 
-    With ``keeps_errors`` unknown options are no end: their messages are the argument ``errors``,
-    to be reported with those of the options' values.
+    With ``keeps_errors`` an unknown option does not end the program: the messages are the argument
+    ``errors``, to be reported with those about the options' values.
     """
 
     keeps_errors = False

@@ -10,7 +10,7 @@ Source of the ring's cost: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.0
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
@@ -171,7 +171,9 @@ def exchange_seconds(boxes: Sequence[Box], network: Network, way: Way) -> float:
     inside = [network.inside(box.names[0]) for box in boxes if len(box.ranks) > 1]
     if nodes == 1:
         return ring(ranks, inside[0] if inside else None)
-    between = _slowest([network.between(*pair) for pair in _neighbours(boxes)])
+    # The pairs that are next to each other in the ring; of many nodes alike the first two.
+    names = [name for box in boxes for name in box.names[:2]]
+    between = _slowest([network.between(*pair) for pair in pairwise([*names, names[0]])])
     flat = ring(ranks, between)
     # To one rank of each node and back is as much as the ring inside the slowest node.
     most = max(len(box.ranks) for box in boxes)
@@ -186,9 +188,3 @@ def _slowest(links: Sequence[Link | None]) -> Link | None:
     if not known:
         return None
     return Link(min(link.bandwidth for link in known), max(link.latency for link in known))
-
-
-def _neighbours(boxes: Sequence[Box]) -> Iterator[tuple[str, str]]:
-    """The pairs of nodes that are next to each other in the ring; of many alike the first two."""
-    names = [name for box in boxes for name in box.names[:2]]
-    yield from pairwise([*names, names[0]])

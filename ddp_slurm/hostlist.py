@@ -141,21 +141,15 @@ def _prefix_and_kind(split_host: tuple[str, str]) -> tuple[str, bool]:
 
 def _ranges(numbers: Sequence[str]) -> list[str]:
     """``["08-10", "2"]`` of 08, 09, 10, 2."""
-    ranges = []
-    first = last = numbers[0]
-    for number in numbers[1:]:
-        following = str(int(last) + 1).zfill(len(first))
+    ranges: list[list[str]] = []
+    following = ""
+    for number in numbers:
         if number == following:
-            last = number
+            ranges[-1][1:] = [number]
         else:
-            ranges.append(_range_text(first, last))
-            first = last = number
-    ranges.append(_range_text(first, last))
-    return ranges
-
-
-def _range_text(first: str, last: str) -> str:
-    return first if first == last else f"{first}-{last}"
+            ranges.append([number])
+        following = str(int(number) + 1).zfill(len(number))
+    return ["-".join(ends) for ends in ranges]
 
 
 def _in_brackets(ranges: Sequence[str]) -> str:

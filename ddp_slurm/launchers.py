@@ -109,7 +109,7 @@ def uneven_command(command: Sequence[str]) -> list[str]:
     """The command of a Python program that trains on uneven shares without being changed.
 
     ``python`` is this interpreter, which has ddp_slurm. Raises CommandError for a command that is
-    no Python program.
+    not a Python program.
     """
     first, *rest = command
     if first.endswith(".py"):
@@ -123,7 +123,7 @@ def uneven_command(command: Sequence[str]) -> list[str]:
     interpreter = _interpreter(path) if path else None
     if path is None or interpreter is None:
         raise CommandError(
-            f"--uneven starts the Python program itself, and {first!r} is none. Give python "
+            f"--uneven starts the Python program itself, and {first!r} is not one. Give python "
             "train.py ..., python -m module ... or a console script; in a shell script put "
             "python -m ddp_slurm.run --uneven before the line that starts the training"
         )

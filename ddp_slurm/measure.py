@@ -93,23 +93,22 @@ def _plan_of(reading: Reading, file: Path) -> Plan:
     options = reading.options
     if options.ranks == "node":
         reading.errors.append("--ranks node cannot be combined with measure: it measures each GPU")
-    changed: dict[str, Any] = {
-        "command": options.command or BUILT_IN,
-        "balance": Balance(MEASURED),
-        "nodes": None if options.picks_nodes else options.nodes,
-        "name": options.name or "measure",
-        "time": options.time or MINUTES,
-        "max_restarts": 0,
-    }
-    reading.options = options.replaced(**changed)
+    reading.options = options.replaced(
+        command=options.command or BUILT_IN,
+        balance=Balance(MEASURED),
+        nodes=None if options.picks_nodes else options.nodes,
+        name=options.name or "measure",
+        time=options.time or MINUTES,
+        max_restarts=0,
+    )
     plan = reading.plan()
     if plan.options.nodes is None and plan.node_count > MOST_NODES:
         names = [name for part in plan.components for name in part.nodes[:NODES_OF_A_SHAPE]]
         reading.options = plan.options.replaced(nodes=tuple(names), gpus=None)
         plan = reading.plan()
     places = tuple((rank.node, rank.gpu_type or "") for rank in plan.ranks())
-    told = JobEnv(measure_file=str(file), measured_ranks=places)
-    env = {**plan.options.env, **told.to_environ()}
+    for_ranks = JobEnv(measure_file=str(file), measured_ranks=places)
+    env = {**plan.options.env, **for_ranks.to_environ()}
     reading.options = plan.options.replaced(env=env)
     return reading.plan()
 

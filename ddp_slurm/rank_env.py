@@ -65,7 +65,7 @@ class RankEnv:
     node_rank: int | None
     master_addr: str
     master_port: int
-    device_index: int | None
+    device_index: int | None = None
     """Index among the GPUs that this process sees: see ``choose_device``."""
 
     @classmethod
@@ -117,7 +117,6 @@ class RankEnv:
             node_rank=_int_if_set(env, node_rank),
             master_addr=env["MASTER_ADDR"],
             master_port=_port(env),
-            device_index=None,
         )
         return _checked(place, env)
 
@@ -135,9 +134,8 @@ class RankEnv:
             world_size=_int(env, "SLURM_NTASKS"),
             local_world_size=len(_text(env, "SLURM_GTIDS").split(",")),
             node_rank=_int(env, "SLURM_NODEID"),
-            master_addr=env.get("MASTER_ADDR") or _host_of_rank_0(env),
+            master_addr=env.get("MASTER_ADDR") or hosts_in_order(env)[0],
             master_port=master_port,
-            device_index=None,
         )
         return _checked(place, env)
 
@@ -232,19 +230,22 @@ def _checked(place: RankEnv, env: Mapping[str, str]) -> RankEnv:
     return replace(place, device_index=choose_device(local_rank, local_world_size, visible))
 
 
-def _host_of_rank_0(env: Mapping[str, str]) -> str:
-    """Hosts of a heterogeneous step come sorted by name; only the lists of each component show
-    where rank 0 runs."""
-    step_hosts = expand_hostlist(env["SLURM_STEP_NODELIST"])
+def hosts_in_order(env: Mapping[str, str]) -> list[str]:
+    """The hosts of an srun step in the order of node ranks.
+
+    Slurm's list for a heterogeneous step is sorted by name; only the lists of the components show
+    where rank 0 runs.
+    """
+    step_hosts = dict.fromkeys(expand_hostlist(env["SLURM_STEP_NODELIST"]))
+    hosts: list[str] = []
     size = "SLURM_HET_SIZE" if "SLURM_HET_SIZE" in env else "SLURM_PACK_SIZE"  # before 20.02
     components = _int_if_set(env, size) or 0
     for group in range(components):
         old_name = f"SLURM_JOB_NODELIST_PACK_GROUP_{group}"
-        hosts = env.get(old_name) or _text(env, f"SLURM_JOB_NODELIST_HET_GROUP_{group}")
-        for host in expand_hostlist(hosts):
-            if host in step_hosts:  # a step may leave the first components out
-                return host
-    return step_hosts[0]
+        of_group = env.get(old_name) or _text(env, f"SLURM_JOB_NODELIST_HET_GROUP_{group}")
+        # A step may leave components out.
+        hosts += [host for host in expand_hostlist(of_group) if host in step_hosts]
+    return hosts or list(step_hosts)
 
 
 def _text(env: Mapping[str, str], name: str) -> str:
@@ -270,5 +271,5 @@ def _int_if_set(env: Mapping[str, str], name: str) -> int | None:
 def _port(env: Mapping[str, str]) -> int:
     port = _int(env, "MASTER_PORT")
     if not 0 < port < 65536:
-        raise LaunchError(f"MASTER_PORT={port} is not a port; 1 to 65535 are")
+        raise LaunchError(f"MASTER_PORT={port} is not a port; expected 1 to 65535")
     return port

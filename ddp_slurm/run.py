@@ -35,7 +35,7 @@ def script_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """
     rank_env = RankEnv.from_environ(environ)
     defaults = _torchrun_variables(rank_env, environ)
-    if not _has_accelerator():
+    if not any(glob.glob(pattern) for pattern in ACCELERATORS):
         # without a GPU Accelerate would take every rank for a world of its own
         defaults["ACCELERATE_USE_CPU"] = "true"
     return {**defaults, **environ, **rank_env.env_variables()}
@@ -65,10 +65,6 @@ def _torchrun_variables(rank_env: RankEnv, environ: Mapping[str, str]) -> dict[s
     if nodes:
         variables["GROUP_WORLD_SIZE"] = str(nodes)
     return variables
-
-
-def _has_accelerator() -> bool:
-    return any(glob.glob(pattern) for pattern in ACCELERATORS)
 
 
 def rank_command(argv: Sequence[str], *, is_uneven: bool, world_size: int) -> list[str]:

@@ -12,7 +12,7 @@ from ddp_slurm import console
 from ddp_slurm.backends import sbatch
 from ddp_slurm.errors import counted
 from ddp_slurm.job.log_path import make_log_folder
-from ddp_slurm.job.options import OptionsError
+from ddp_slurm.job.options import NO_COMMAND, OptionsError
 from ddp_slurm.job.runs_folder import runs_folder
 from ddp_slurm.launchers import forgotten_run
 from ddp_slurm.plan import Plan
@@ -131,13 +131,9 @@ def _check_what_starts(reading: Reading) -> None:
     """Add the errors of the command and of the setup lines, which a plan alone does not need."""
     options = reading.options
     if not options.command and "command" not in reading.unread:
-        reading.errors.append(
-            "no command: put what every rank runs after --, as in: -- python train.py"
-        )
-    try:
+        reading.errors.append(NO_COMMAND)
+    with reading.collected():
         sbatch.check_setup(options.setup)
-    except sbatch.SubmitError as error:
-        reading.errors.append(str(error))
 
 
 # What starts and keeps a job is imported where it is used: a dry run does not wait for it.

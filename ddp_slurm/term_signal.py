@@ -111,7 +111,7 @@ def _end() -> None:
 
 
 def _fate() -> Literal["preempted", "running", "ended"] | None:
-    """What Slurm says of all components of this job; None where it does not respond."""
+    """What Slurm reports about all components of this job; None where it does not respond."""
     job = f"--jobs={os.environ['SLURM_JOB_ID']}"
     columns = "--Format=State:20,PreemptTime:30"
     lines = _ask_slurm("squeue", "--noheader", "--states=all", job, columns).splitlines()

@@ -1,4 +1,4 @@
-"""Which files can be believed: those that nobody but this user and root can write.
+"""Which files can be trusted: those that nobody but this user and root can write.
 
 A folder that several users share may hold what another one has put there: a record that names a
 process to end, a text that changes the screen, a link to a file of this user. Standard library
@@ -85,7 +85,7 @@ def _open(path: Path, flags: int, folder: int | None = None) -> int:
 
 
 def _problem(info: os.stat_result) -> str | None:
-    """Why something cannot be believed."""
+    """Why something cannot be trusted."""
     if not is_ours(info.st_uid):
         return f"belongs to another user, {name_of(info.st_uid)}"
     by_group = info.st_mode & stat.S_IWGRP and shares_group(info.st_gid)

@@ -1,13 +1,13 @@
 """``ddp-slurm verify -- CMD``: a script's gradient on uneven ranks beside that of one process."""
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ddp_slurm.backends.local import HOST, free_port
 from ddp_slurm.backends.processes import Process, run_all
 from ddp_slurm.cluster.this_machine import visible_gpus
 from ddp_slurm.console import Commands, add_command, say
@@ -16,8 +16,6 @@ from ddp_slurm.hostlist import HostlistError, expand_tasks_per_node
 from ddp_slurm.job_env import JobEnv, Verify
 from ddp_slurm.launchers import RUN, SCRIPTS
 from ddp_slurm.slurm_client.commands import clean_environ
-
-HOST = "127.0.0.1"
 
 
 class VerifyError(DdpSlurmError):
@@ -105,9 +103,7 @@ def _environs(
     shares: tuple[int, ...], verify: Verify, devices: list[str]
 ) -> Iterator[dict[str, str]]:
     """Of each rank. They are on two nodes, uneven as Lightning's plug-in expects them."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     world_size = len(shares)
     tasks = (1, world_size - 1) if world_size > 1 else (1,)
     job_env = JobEnv(shares=shares, tasks_per_node=tasks, verify=verify)

@@ -9,13 +9,13 @@ import shlex
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 
 from ddp_slurm import job_env
 from ddp_slurm.backends.processes import Process, run_all
 from ddp_slurm.cluster.this_machine import visible_gpus
 from ddp_slurm.errors import DdpSlurmError
-from ddp_slurm.job.options import JobOptions
+from ddp_slurm.job.options import PYTHONS, JobOptions
 from ddp_slurm.plan import Plan, PlannedRank
 from ddp_slurm.slurm_client.commands import clean_environ
 
@@ -39,6 +39,7 @@ def step_processes(plan: Plan, environ: Mapping[str, str]) -> Iterator[Process]:
     width = len(str(plan.world_size - 1))
     for node_rank, ranks in groupby(plan.ranks(), key=lambda rank: rank.node_rank):
         on_node = list(ranks)
+        component = plan.components[on_node[0].component]
         own_devices = devices[node_rank] if devices else None
         for rank in on_node:
             yield Process(
@@ -47,7 +48,8 @@ def step_processes(plan: Plan, environ: Mapping[str, str]) -> Iterator[Process]:
                 label=f"[{rank.rank:{width}} {rank.node}] ",
                 environ={
                     **shared,
-                    **_component_environ(plan, rank),
+                    **component.env_without_interface,
+                    "SLURM_JOB_NUM_NODES": str(len(component.nodes)),
                     **_rank_environ(rank, on_node, own_devices),
                 },
             )
@@ -80,12 +82,8 @@ def _devices_of_nodes(plan: Plan) -> list[Sequence[str]] | None:
             f"use --gpus {len(devices)}, or CUDA_VISIBLE_DEVICES= (empty) to try the whole plan "
             "on the CPU"
         )
-    dealt: list[Sequence[str]] = []
-    first = 0
-    for count in counts:
-        dealt.append(devices[first : first + count])
-        first += count
-    return dealt
+    left = iter(devices)
+    return [list(islice(left, count)) for count in counts]
 
 
 def _shared_environ(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
@@ -124,7 +122,7 @@ def _step_environ(plan: Plan) -> dict[str, str]:
         "SLURM_STEP_NODELIST": hosts,
         "SLURM_JOB_NODELIST": hosts,
         "MASTER_ADDR": HOST,  # the names of the planned hosts do not resolve here
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
     }
     if len(nodelists) > 1:
         environ["SLURM_HET_SIZE"] = str(len(nodelists))
@@ -133,21 +131,11 @@ def _step_environ(plan: Plan) -> dict[str, str]:
     return environ
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that no process uses now."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
-
-
-def _component_environ(plan: Plan, rank: PlannedRank) -> dict[str, str]:
-    """The component's variables, without its network interface, which this machine may not have."""
-    component = plan.components[rank.component]
-    kept = {
-        name: value
-        for name, value in component.task_env.items()
-        if not name.endswith("_SOCKET_IFNAME")
-    }
-    return {**kept, "SLURM_JOB_NUM_NODES": str(len(component.nodes))}
 
 
 def _rank_environ(
@@ -168,7 +156,7 @@ def _rank_environ(
 def task_command(plan: Plan) -> list[str]:
     """The command, with this interpreter for ``python``: it has the packages; or with --venv's."""
     first, *rest = plan.options.task_command
-    is_python = first in ("python", "python3")
+    is_python = first in PYTHONS
     has_own_python = plan.options.python or plan.options.venv
     return [sys.executable if is_python and not has_own_python else first, *rest]
 

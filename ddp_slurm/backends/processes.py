@@ -84,8 +84,10 @@ class _Run:
         """Its name."""
 
     async def run(self, processes: Sequence[Process]) -> Ending:
-        for number in _handled_signals():
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        for number in STOP_SIGNALS:
+            # nohup ignores SIGHUP, and a script ignores SIGINT for what it starts in the background
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         watchers: list[asyncio.Task[None]] = []
         try:
             for process in processes:
@@ -100,7 +102,7 @@ class _Run:
                 self.note.cancel()
         if self.interrupt is not None:
             # The loop ends and with it the handlers. A terminal that closes may send SIGHUP twice,
-            # and the caller has still to write down how the run ended.
+            # and the caller still has to record how the run ended.
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
             return Ending(128 + self.interrupt, interrupted=True)
         return Ending(self.failure, interrupted=False)
@@ -156,14 +158,6 @@ class _Run:
         if running:
             _report(f"stopping {counted(len(running), self.noun)}")
             await _stop(running)
-
-
-def _handled_signals() -> list[signal.Signals]:
-    """STOP_SIGNALS without those that the caller wants ignored.
-
-    nohup ignores SIGHUP, and a script ignores SIGINT for what it starts in the background.
-    """
-    return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def _report(message: str) -> None:

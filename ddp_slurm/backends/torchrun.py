@@ -23,7 +23,7 @@ from ddp_slurm.ssh.run import on_all
 from ddp_slurm.ssh.run import run as run_on_node
 
 SILENCE_SECONDS = 12 * HEARTBEAT_SECONDS
-"""This process may be stopped, or the network be away, for this long before the nodes give up."""
+"""How long this process may be stopped, or the network down, before the nodes give up."""
 PROBE_SECONDS = 15.0
 
 
@@ -80,27 +80,21 @@ def _commands(plan: Plan, attempt: int, secrets: JobEnv | None = None) -> tuple[
     return render_torchrun(plan, os.getcwd(), sys.executable, attempt, secrets)
 
 
-def _secrets(plan: Plan) -> JobEnv:
-    """The job's token, and that of its data set's server: the nodes need no file for it."""
-    data_token = find_token() if plan.options.dataset else None
-    return JobEnv(token=new_token(), data_token=data_token)
-
-
 def _processes(plan: Plan, attempt: int) -> list[Process]:
+    # The nodes need no file for the token of the data set's server.
+    data_token = find_token() if plan.options.dataset else None
+    secrets = JobEnv(token=new_token(), data_token=data_token)
     width = max(len(node.name) for node in plan.machines) + len("[] ")
-    processes = []
-    commands = _commands(plan, attempt, _secrets(plan))
-    for node, command in zip(plan.machines, commands, strict=True):
-        label = f"[{node.name}]"
-        process = Process(
+    return [
+        Process(
             argv=_argv(node),
             environ=os.environ,
-            label=label.ljust(width),
+            label=f"[{node.name}]".ljust(width),
             name=f"torchrun on {node.name}",
             lifeline=holder_input(command),
         )
-        processes.append(process)
-    return processes
+        for node, command in zip(plan.machines, _commands(plan, attempt, secrets), strict=True)
+    ]
 
 
 def _argv(node: Node) -> list[str]:

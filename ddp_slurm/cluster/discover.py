@@ -8,7 +8,8 @@ from ddp_slurm.cluster.machines import Cluster, Node, NodeEntry
 from ddp_slurm.cluster.write import cluster_yaml
 from ddp_slurm.console import Commands, add_command, say
 from ddp_slurm.errors import DdpSlurmError
-from ddp_slurm.schema.schema import Invalid
+from ddp_slurm.schema import fields
+from ddp_slurm.schema.schema import Invalid, Reader
 from ddp_slurm.slurm_client.commands import ask_slurm
 from ddp_slurm.slurm_client.partition_limits import allows_user
 from ddp_slurm.slurm_client.records import (
@@ -20,9 +21,6 @@ from ddp_slurm.slurm_client.records import (
 )
 from ddp_slurm.user import group_names, user_name
 
-WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@-]*")
-"""What cluster.yaml takes as the name of a partition or a feature."""
-GPU_TYPE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 NO_MEMORY_MB = 1
 """Slurm's value for a node whose memory slurm.conf does not give."""
 
@@ -33,14 +31,13 @@ class DiscoverError(DdpSlurmError):
 
 @dataclass(frozen=True, slots=True)
 class Discovered:
-    """The usable nodes, and a line for each thing that was left out or has to be known."""
+    """The usable nodes, and a line for each thing that was left out or that the user must know."""
 
     cluster: Cluster
     left_out: tuple[str, ...]
 
 
 def add_commands(commands: Commands) -> None:
-    """discover."""
     add_command(commands, "discover", discover_command)
 
 
@@ -95,7 +92,9 @@ def cluster_of(nodes: str, partitions: str, name: str) -> Discovered:
     left_out = [f"left out: partition {line}" for line in closed]
     for record in read_nodes(nodes):
         here = [p for p in open_partitions if p.name in record.partitions]
-        error = _why_unusable(record, here)
+        error = record.why_unavailable
+        if error is None and not here:
+            error = f"no open partition has it (Partitions={','.join(record.partitions)})"
         if error is None:
             try:
                 node, dropped = _node(record, here[0])
@@ -135,7 +134,7 @@ def _open_partitions(
         if not allows_user(partition, user, groups):
             allowed = ",".join(partition.allowed_groups)
             closed.append(f"{partition.name}: {user} is in none of its AllowGroups, {allowed}")
-        elif not partition.is_default and not WORD.fullmatch(partition.name):
+        elif not partition.is_default and not _accepts(fields.word, partition.name):
             closed.append(f"{partition.name}: cluster.yaml cannot hold its name")
         else:
             opened.append(partition)
@@ -143,16 +142,19 @@ def _open_partitions(
     return opened, closed
 
 
-def _why_unusable(node: NodeRecord, open_partitions: list[PartitionRecord]) -> str | None:
-    if node.why_unavailable or open_partitions:
-        return node.why_unavailable
-    return f"no open partition has it (Partitions={','.join(node.partitions)})"
+def _accepts(read: Reader[str], text: str) -> bool:
+    """Whether cluster.yaml can hold the text as such a value."""
+    try:
+        return read(text) == text
+    except ValueError:
+        return False
 
 
 def _node(record: NodeRecord, partition: PartitionRecord) -> tuple[Node, list[str]]:
     """The node, and what of it is left out since cluster.yaml cannot hold it. Raises Invalid."""
     gpus, dropped = _gpus(record.gres)
-    dropped += [f"its feature {word!r}" for word in record.features if not WORD.fullmatch(word)]
+    features = [text for text in record.features if _accepts(fields.feature, text)]
+    dropped += [f"its feature {text!r}" for text in record.features if text not in features]
     memory_mb = (record.real_memory_mb or NO_MEMORY_MB) - record.reserved_memory_mb
     entry: dict[str, object] = {
         "name": record.name,
@@ -161,7 +163,7 @@ def _node(record: NodeRecord, partition: PartitionRecord) -> tuple[Node, list[st
         "memory": memory_mb if memory_mb > NO_MEMORY_MB else None,
         "address": record.address if record.address != record.name else None,
         "partition": None if partition.is_default else partition.name,
-        "features": [word for word in record.features if WORD.fullmatch(word)],
+        "features": features,
         **_topology(record),
     }
     return NodeEntry.read(entry).first, dropped
@@ -170,7 +172,7 @@ def _node(record: NodeRecord, partition: PartitionRecord) -> tuple[Node, list[st
 def _gpus(gres: tuple[Gres, ...]) -> tuple[list[dict[str, object]], list[str]]:
     """The GPUs as cluster.yaml has them, and what it cannot hold.
 
-    Beside GPUs without a type Slurm refuses a type in one request, so they then all have none.
+    Slurm refuses a request for GPUs with and without a type, so all have none where one has none.
     """
     counts: dict[str | None, int] = {}
     dropped = []
@@ -178,7 +180,7 @@ def _gpus(gres: tuple[Gres, ...]) -> tuple[list[dict[str, object]], list[str]]:
         if item.name != "gpu":
             continue
         kind = item.type
-        if kind is not None and not GPU_TYPE.fullmatch(kind):
+        if kind is not None and not _accepts(fields.gpu_type, kind):
             dropped.append(f"the type {kind!r} of its GPUs: cluster.yaml gives them no type")
             kind = None
         counts[kind] = counts.get(kind, 0) + item.number

@@ -79,8 +79,6 @@ def _joined(same: list[GpuModel]) -> GpuModel:
 
 def gres_text(gpus: tuple[GpuModel, ...]) -> str:
     """``gpu:a100:2,gpu:titan:1``, Slurm's gres; ``gpu:4`` without a type, empty without GPUs."""
-    return ",".join(_gres_item(model) for model in gpus)
-
-
-def _gres_item(model: GpuModel) -> str:
-    return f"gpu:{model.type}:{model.count}" if model.type else f"gpu:{model.count}"
+    return ",".join(
+        f"gpu:{model.type}:{model.count}" if model.type else f"gpu:{model.count}" for model in gpus
+    )

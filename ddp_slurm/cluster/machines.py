@@ -174,7 +174,7 @@ class ClusterFile(Schema):
 class Cluster:
     """All machines, in the order of the file.
 
-    Rank 0 is on the first node with GPUs, or of several that are alike on the first by name.
+    Rank 0 is on the first node with GPUs; where several are alike, on the first of them by name.
     """
 
     name: str

@@ -74,7 +74,7 @@ _WRITTEN: dict[str, Callable[[Any], Any]] = {
     "env": dict,
     "ssh": _given,
 }
-"""What stands in the file for a value that is no plain number, word or list of these."""
+"""How a value is written that is not a plain number, a word or a list of these."""
 
 
 def _flow(value: Any) -> str:

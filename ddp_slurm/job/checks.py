@@ -40,9 +40,7 @@ def _command(options: JobOptions) -> str | None:
 
 def _launcher(options: JobOptions) -> str | None:
     launcher = launcher_in(options.command)
-    if launcher is None:
-        return None
-    return launcher_error(launcher)
+    return None if launcher is None else launcher_error(launcher)
 
 
 def _uneven(options: JobOptions) -> str | None:

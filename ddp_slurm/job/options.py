@@ -14,6 +14,7 @@ from ddp_slurm.schema import fields
 from ddp_slurm.schema.schema import Schema, key
 
 PYTHONS = ("python", "python3")
+NO_COMMAND = "no command: put what every rank runs after --, as in: -- python train.py"
 
 
 class OptionsError(DdpSlurmError):
@@ -233,6 +234,11 @@ class JobOptions(Schema):
     def picks_nodes(self) -> bool:
         """--nodes auto: the plan takes the nodes that are predicted to be fastest."""
         return self.nodes is not None and self.nodes[:1] == (values.AUTO,)
+
+    @property
+    def names_python(self) -> bool:
+        """Whether the options choose the Python of the ranks, or the container that has it."""
+        return bool(self.python or self.conda_env or self.venv or self.container)
 
     @property
     def interpreter(self) -> str:

@@ -10,7 +10,7 @@ RUNS_FOLDER = "ddp_slurm_runs"
 
 
 def names_of_runs_folder() -> tuple[str, str]:
-    """The usual name, and the one in a folder where another user has that already."""
+    """The usual name, and the one where another user already has a folder of that name."""
     return RUNS_FOLDER, f"{RUNS_FOLDER}.{os.geteuid()}"
 
 

@@ -15,11 +15,11 @@ from ddp_slurm.errors import DdpSlurmError, quoted
 from ddp_slurm.exchange import HIDDEN, Link, Network
 from ddp_slurm.job_env import KnownLimits
 from ddp_slurm.schema.fields import host_name, one_line, positive_number, seconds, word
-from ddp_slurm.schema.schema import Error, Invalid, Schema, key, mapping_of, short, tuple_of
+from ddp_slurm.schema.schema import Error, Invalid, Schema, check, key, mapping_of, short, tuple_of
 from ddp_slurm.schema.yaml_file import load_yaml, validate
 
 MEASURED = "measured"
-"""The key of what is no node and no GPU type."""
+"""The key that is neither a node nor a GPU type."""
 
 Point = tuple[int, float]
 """Samples, and the seconds of their step."""
@@ -181,12 +181,7 @@ def _read(value: Any) -> Speeds:
     errors: list[Error] = []
     if isinstance(value, dict) and MEASURED in value:
         value = dict(value)
-        try:
-            measured = Measured.read(value.pop(MEASURED))
-        except Invalid as invalid:
-            errors += [((MEASURED, *path), message) for path, message in invalid.errors]
-        except ValueError as error:
-            errors.append(((MEASURED,), str(error)))
+        measured = check(Measured.read, value.pop(MEASURED), MEASURED, errors)
     try:
         entries = mapping_of(word, Speed.read)(value)
     except Invalid as invalid:

@@ -47,7 +47,7 @@ def add_job_options(parser: Parser) -> None:
 def _add_option(parser: Parser, name: str, key: Key) -> None:
     default = "" if key.default in (None, (), {}, False) else f" [default: {key.default}]"
     text = f"{key.help}{default}".replace("%", "%%")
-    if name == "command":  # the first word that is no option, and all words behind it
+    if name == "command":  # the first word that is not an option, and all words after it
         parser.add_argument(name, nargs="...", metavar=key.metavar, help=text)
         return
     option = f"--{name.replace('_', '-')}"

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
 
 from ddp_slurm.cluster.machines import GpuModel, Node, gres_text
 from ddp_slurm.comm import EXACT
@@ -75,6 +74,11 @@ class Component:
             "GLOO_SOCKET_IFNAME": self.interface,
             **dict(self.env),
         }
+
+    @property
+    def env_without_interface(self) -> dict[str, str]:
+        """``task_env`` for where the node's network interfaces do not exist."""
+        return {name: value for name, value in self.env if not name.endswith("_SOCKET_IFNAME")}
 
     @property
     def gpu_types(self) -> list[str | None]:
@@ -159,9 +163,7 @@ class Plan:
     @property
     def task_counts(self) -> tuple[int, ...]:
         """Tasks on each node, in the order of node ranks."""
-        return tuple(
-            chain.from_iterable(repeat(c.tasks_per_node, len(c.nodes)) for c in self.components)
-        )
+        return tuple(part.tasks_per_node for part in self.components for _ in part.nodes)
 
     @property
     def tasks_per_node(self) -> str:

@@ -137,7 +137,7 @@ def _described(nodes: tuple[Node, ...]) -> str:
 def _components(used: Iterable[UsedNode], options: JobOptions) -> tuple[Component, ...]:
     names: dict[Component, list[str]] = {}
     # A shape is made once for neighbours that are alike: a large cluster has thousands of nodes.
-    for _, group in groupby(used, key=_what_shapes):
+    for _, group in groupby(used, key=_without_its_name):
         alike = list(group)
         shape = _shape(alike[0].node, alike[0].gpu_count, options)
         names.setdefault(shape, []).extend(one.node.name for one in alike)
@@ -147,19 +147,8 @@ def _components(used: Iterable[UsedNode], options: JobOptions) -> tuple[Componen
     )
 
 
-def _what_shapes(used: UsedNode) -> tuple[object, ...]:
-    """Everything about a node that ``_shape`` reads."""
-    node = used.node
-    return (
-        used.gpu_count,
-        node.gpus,
-        node.cpus,
-        node.memory_mb,
-        node.partition,
-        node.constraint,
-        node.interface,
-        node.env,
-    )
+def _without_its_name(used: UsedNode) -> tuple[int, Node]:
+    return used.gpu_count, used.node._replace(name="", address=None)
 
 
 def _shape(node: Node, count: int, options: JobOptions) -> Component:

@@ -55,9 +55,7 @@ def forecast(plan: Plan) -> Forecast | None:
     """None for a plan whose shares do not follow from seconds a step."""
     options = plan.options
     batch = options.global_batch_size
-    if batch is None or plan.shares is None:
-        return None
-    if options.balance.file is None:
+    if batch is None or plan.shares is None or options.balance.file is None:
         return None
     boxes = boxes_of(plan.components, options)
     network = network_of(plan.components, options)

@@ -1,6 +1,7 @@
 """From what was typed to a plan; the errors of all files and options come in one report."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.job.checks import combination_errors
 from ddp_slurm.job.log_path import with_log_path
 from ddp_slurm.job.options import JobOptions, OptionsError
-from ddp_slurm.plan import Plan, PlanError, make_plan
+from ddp_slurm.plan import Plan, make_plan
 from ddp_slurm.plan.shrink import shrink
 from ddp_slurm.schema.schema import Invalid, error_text, keys_of
 from ddp_slurm.schema.yaml_file import load_yaml, validate
@@ -52,14 +53,20 @@ class Reading:
     """Keys of JobOptions whose values could not be read."""
     errors: list[str] = field(default_factory=list)
 
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Keep a DdpSlurmError of the ``with`` block to be reported with the others."""
+        try:
+            yield
+        except DdpSlurmError as error:
+            self.errors.append(str(error))
+
     def plan(self) -> Plan:
         """Raises DdpSlurmError with all errors, those of the plan included."""
         plan = None
         if self.cluster is not None:
-            try:
+            with self.collected():
                 plan = make_plan(self.cluster, self.options)
-            except PlanError as error:
-                self.errors.append(str(error))
         if self.errors or plan is None:
             raise DdpSlurmError("\n".join(self.errors))
         return plan
@@ -73,14 +80,13 @@ def plan_request(request: Request) -> Plan:
 def read_request(request: Request) -> Reading:
     """Read the job's options and the cluster, and settle where the log is."""
     reading = _read_options(request)
-    try:
+    with reading.collected():
         reading.cluster = _cluster_of(request, reading.options)
-    except DdpSlurmError as error:
-        reading.errors.append(str(error))
     # Without ``output`` the log of a run in the terminal is in its run folder.
-    has_a_log_path = request.backend in ("sbatch", "submitit") or "output" in reading.options.given
-    if has_a_log_path:
-        _settle_log_path(reading)
+    if request.backend in ("sbatch", "submitit") or "output" in reading.options.given:
+        cluster_name = reading.cluster.name if reading.cluster else ""
+        with reading.collected():
+            reading.options = with_log_path(reading.options, reading.options.name or cluster_name)
     if request.shrink:
         _shrink(reading, request.backend)
     return reading
@@ -125,14 +131,6 @@ def _cluster_of(request: Request, options: JobOptions) -> Cluster:
     return load_cluster(request.cluster_file, local=local, gpus=options.gpus)
 
 
-def _settle_log_path(reading: Reading) -> None:
-    cluster_name = reading.cluster.name if reading.cluster else ""
-    try:
-        reading.options = with_log_path(reading.options, reading.options.name or cluster_name)
-    except OptionsError as error:
-        reading.errors.append(str(error))
-
-
 def _shrink(reading: Reading, backend: str) -> None:
     if backend in ("local", "torchrun"):
         reading.errors.append(
@@ -146,18 +144,17 @@ def _shrink(reading: Reading, backend: str) -> None:
         )
     if reading.errors or reading.cluster is None:
         return
-    try:
+    with reading.collected():
         reading.options = shrink(reading.cluster, reading.options)
-    except DdpSlurmError as error:
-        reading.errors.append(str(error))
 
 
 def _read_options(request: Request) -> Reading:
     file = _read_job_file(request.job)
-    typed = _read_typed(request.options)
-    options = file.options.merged_with(typed.options)
-    unread = (file.unread - typed.options.given) | typed.unread
-    errors = [*request.errors, *file.errors, *typed.errors]
+    values = {name.replace("_", "-"): value for name, value in request.options.items()}
+    typed, unread_typed, typed_errors = _readable(values)
+    options = file.options.merged_with(typed)
+    unread = (file.unread - typed.given) | unread_typed
+    errors = [*request.errors, *file.errors, *(f"--{error}" for error in typed_errors)]
     errors += combination_errors(options, unread)
     return Reading(None, options, unread, errors)
 
@@ -174,12 +171,6 @@ def _read_job_file(path: Path | None) -> Reading:
     except OptionsError as error:
         options, unread, _ = _readable(file.data if isinstance(file.data, dict) else {})
         return Reading(None, options, unread, [str(error)])
-
-
-def _read_typed(options: Mapping[str, Any]) -> Reading:
-    values = {name.replace("_", "-"): value for name, value in options.items()}
-    read, unread, errors = _readable(values)
-    return Reading(None, read, unread, [f"--{error}" for error in errors])
 
 
 def _readable(values: Mapping[str, Any]) -> tuple[JobOptions, frozenset[str], list[str]]:

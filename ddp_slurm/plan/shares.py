@@ -55,8 +55,8 @@ def curve_and_limit(
 
 
 def passes(plan: Plan) -> list[tuple[PlannedRank, int, int]]:
-    """The ranks that take their share in several passes: each with their number, and the most
-    samples at once."""
+    """The ranks that take their share in several passes: each with the number of passes, and the
+    most samples of one."""
     options = plan.options
     if options.balance.file is None or plan.shares is None:
         return []

@@ -45,7 +45,7 @@ def _passes_line(plan: Plan) -> str:
     if not found:
         return ""
     named = [f"rank {rank.rank} {number} of {most}" for rank, number, most in found[:MOST_NAMED]]
-    more = f" and {len(found) - MOST_NAMED} ranks more" if len(found) > MOST_NAMED else ""
+    more = f" and {len(found) - MOST_NAMED} more ranks" if len(found) > MOST_NAMED else ""
     return (
         f"shares above max_batch, in passes of at most so many samples: {', '.join(named)}{more}. "
         "The Trainer runs them so; a loop of your own needs world.micro_batch\n"

@@ -27,14 +27,11 @@ a container itself may have no right to allow it."""
 
 def apptainer_words(container: Container, mounts: Iterable[Mount]) -> list[str]:
     """The words before the command, quoted for a shell. apptainer passes the environment on."""
-    words = ["apptainer", "exec"]
-    words += ["--nv"]  # without an NVIDIA driver it only prints a warning
-    words += ["--bind", '"$PWD"']
+    # Without an NVIDIA driver --nv only prints a warning.
+    words = ["apptainer", "exec", "--nv", "--bind", '"$PWD"']
     for mount in mounts:
         words += ["--bind", shell_quote(str(mount))]
-    words += ["--pwd", '"$PWD"']
-    words.append(shell_quote(container.image))
-    return words
+    return [*words, "--pwd", '"$PWD"', shell_quote(container.image)]
 
 
 def docker_words(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ddp_slurm import job_env
 from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.job.options import NO_COMMAND
 from ddp_slurm.launchers import ACCELERATORS
 from ddp_slurm.plan import Plan
 from ddp_slurm.rank_env import FIRST_PORT, PORT_COUNT
@@ -104,9 +105,7 @@ def _check_components(plan: Plan) -> None:
 def _check_command(plan: Plan) -> None:
     options = plan.options
     if not options.command:
-        raise RenderError(
-            "no command: put what every rank runs after --, as in: -- python train.py"
-        )
+        raise RenderError(NO_COMMAND)
     if ":" in options.command:
         raise RenderError(
             "the command has the word ':', which srun takes for the next component; write it "

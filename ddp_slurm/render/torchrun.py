@@ -10,6 +10,7 @@ from functools import cached_property
 from zlib import crc32
 
 from ddp_slurm.errors import DdpSlurmError
+from ddp_slurm.job.options import NO_COMMAND, PYTHONS
 from ddp_slurm.job_env import JobEnv
 from ddp_slurm.plan import Component, Plan
 from ddp_slurm.rank_env import FIRST_PORT, PORT_COUNT
@@ -105,10 +106,9 @@ def render_torchrun(
 
 def node_environ(plan: Plan, component: Component) -> dict[str, str]:
     """Variables of every rank on the component's nodes."""
-    own = component.task_env
-    if plan.options.container_network:
-        # The node's interfaces do not exist inside an overlay network.
-        own = {name: value for name, value in own.items() if not name.endswith("_SOCKET_IFNAME")}
+    # The node's interfaces do not exist inside an overlay network.
+    in_network = plan.options.container_network is not None
+    own = component.env_without_interface if in_network else component.task_env
     return {
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
@@ -145,9 +145,7 @@ def _host_port(address: str, port: int) -> str:
 def _check(plan: Plan) -> None:
     options = plan.options
     if not options.command:
-        raise TorchrunError(
-            "no command: put what every rank runs after --, as in: -- python train.py"
-        )
+        raise TorchrunError(NO_COMMAND)
     if options.container is not None and options.container.engine == "pyxis":
         raise TorchrunError(
             "--container pyxis:... is a plug-in of Slurm; without Slurm use docker:... or "
@@ -159,11 +157,7 @@ def _node_command(
     run: _Run, node: str, torchrun_words: list[str], environ: dict[str, str]
 ) -> NodeCommand:
     exports = " ".join(f"{name}={shell_value(value)}" for name, value in environ.items())
-    words = [
-        *_container_words(run, node, environ),
-        *torchrun_words,
-        *_task_words(run),
-    ]
+    words = [*_container_words(run, node, environ), *torchrun_words, *_task_words(run)]
     steps = [
         f"cd {shell_quote(run.folder)}",
         *_preparation(run.plan),
@@ -197,16 +191,14 @@ def _torchrun_words(run: _Run, component: Component, node_rank: int) -> list[str
 def _interpreter(run: _Run) -> str:
     """The Python that runs torchrun, quoted: of the options or the container, else run.python."""
     options = run.plan.options
-    if options.python or options.conda_env or options.venv or options.container:
-        return shell_quote(options.interpreter)
-    return shell_quote(run.python)
+    return shell_quote(options.interpreter if options.names_python else run.python)
 
 
 def _task_words(run: _Run) -> list[str]:
     """The command, quoted; a bare python is the same interpreter as torchrun's."""
     options = run.plan.options
     first, *rest = options.task_command
-    if first in ("python", "python3") and not options.python:
+    if first in PYTHONS and not options.python:
         return [_interpreter(run), *map(shell_quote, rest)]
     return [*map(shell_quote, options.task_command)]
 

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from argparse import ArgumentTypeError
+from collections.abc import Callable
 from pathlib import Path
 
 from ddp_slurm.console import Commands, Parser, add_command, say, show, table
@@ -19,35 +20,28 @@ from ddp_slurm.slurm_client.states import FINAL_STATES, WAITS_FOR_NODE, Componen
 
 def add_commands(commands: Commands) -> None:
     """status, logs and cancel."""
-    add_status_options(add_command(commands, "status", status))
-    add_logs_options(add_command(commands, "logs", logs))
-    add_job_options(add_command(commands, "cancel", cancel))
+    of_status = _add_job_command(commands, "status", status)
+    of_status.add_argument("--json", action="store_true", dest="as_json", help="for programs")
+    of_logs = _add_job_command(commands, "logs", logs)
+    of_logs.add_argument(
+        "--follow",
+        action="store_true",
+        dest="follow_it",
+        help="stay until the job ends; Ctrl-C detaches",
+    )
+    of_logs.add_argument("--rank", type=_rank, metavar="N", help="only this rank's lines")
+    _add_job_command(commands, "cancel", cancel)
 
 
-def add_job_options(parser: Parser) -> None:
-    """Which job."""
+def _add_job_command(commands: Commands, name: str, function: Callable[..., None]) -> Parser:
+    parser = add_command(commands, name, function)
     parser.add_argument("job_id", metavar="JOBID", help="the id that submit printed, such as 48")
     parser.add_argument(
         "--folder",
         type=Path,
         help="the folder of the job's log; default this one, and those in it",
     )
-
-
-def add_status_options(parser: Parser) -> None:
-    add_job_options(parser)
-    parser.add_argument("--json", action="store_true", dest="as_json", help="for programs")
-
-
-def add_logs_options(parser: Parser) -> None:
-    add_job_options(parser)
-    parser.add_argument(
-        "--follow",
-        action="store_true",
-        dest="follow_it",
-        help="stay until the job ends; Ctrl-C detaches",
-    )
-    parser.add_argument("--rank", type=_rank, metavar="N", help="only this rank's lines")
+    return parser
 
 
 def _rank(text: str) -> int:
@@ -78,8 +72,9 @@ def status_text(job: Job, state: JobState) -> str:
         lines.append(f"kept in: {run.folder}")
         if run.repeat:
             lines.append(f"repeat it: {run.repeat_line}")
-        if state.state == WAITS_FOR_NODE and run.repeat:
-            lines.append(f"without the node: ddp-slurm cancel {job.id} && {run.shrink_line}")
+        if run.repeat and state.state == WAITS_FOR_NODE:
+            submit = f"{run.repeat_line} --shrink"
+            lines.append(f"without the node: ddp-slurm cancel {job.id} && {submit}")
     elif state.log:
         lines.append(f"log: {_log_place(job, state)}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What a job left on the host of rank 0 and this host does not see: no shared folder."""
+"""What a job left on the host of rank 0 and this host cannot see, without a shared folder."""
 
 import base64
 import shlex
@@ -49,7 +49,7 @@ def _ask_host(host: str, command: str) -> Answer:
 
 
 class FetchedLog(GrowingLog):
-    """The file here where it exists, else what its host has more, over ssh."""
+    """The file here where it exists, else over ssh what its host has beyond what was read."""
 
     def __init__(self, path: Path, host: str) -> None:
         super().__init__(path)

@@ -28,8 +28,8 @@ def run_and_keep(
 ) -> int:
     """Run a plan to its end and keep what was run, its output and its exit status.
 
-    Returns the exit status. Where the folder cannot be made the plan is run all the same, and a
-    message says so.
+    Returns the exit status. Where the folder cannot be made the plan is run anyway, and a
+    message reports it.
     """
     kept = _keep(plan, backend, script, cluster_file)
     if kept is None or kept.log is None:

@@ -8,6 +8,7 @@ from ddp_slurm.runs.fetched_log import exit_marker_elsewhere, host_elsewhere
 from ddp_slurm.runs.process import foreground_state
 from ddp_slurm.runs.run_folder import JobError, Run, find_run_beside, find_runs
 from ddp_slurm.slurm_client.sources import (
+    SLURM_ID,
     Shown,
     ask_shortly,
     by_exit_marker,
@@ -18,7 +19,6 @@ from ddp_slurm.slurm_client.sources import (
 )
 from ddp_slurm.slurm_client.states import ENDED, UNKNOWN, JobState
 
-SLURM_ID = r"[0-9]+(\+[0-9]+)?"
 FOREGROUND_ID = r"[a-z]+-[0-9]{8}T[0-9]{6}-[0-9]+"
 
 
@@ -77,7 +77,7 @@ def find_job(
             folder, and beside the log that Slurm reports.
         needs_state: otherwise Slurm is asked for a short time only where a run folder is found.
     """
-    if re.fullmatch(SLURM_ID, job_id):
+    if SLURM_ID.fullmatch(job_id):
         return _find_slurm_job(leader_of(job_id), folder, needs_state)
     if not re.fullmatch(FOREGROUND_ID, job_id):
         raise JobError(f"{job_id!r} is not a job id, such as 48 or local-20260131T235900-4711")

@@ -56,12 +56,12 @@ class GrowingLog:
         """
         for chunk in self._new_chunks():
             end = chunk.rfind(b"\n") + 1
-            pieces = [*self._cut_line, chunk[:end]] if end else []
-            if end:
-                self._cut_line = []
-            self._cut_line.append(chunk[end:])
-            if pieces:
-                yield self._text(b"".join(pieces))
+            if not end:
+                self._cut_line.append(chunk)
+                continue
+            pieces = [*self._cut_line, chunk[:end]]
+            self._cut_line = [chunk[end:]]
+            yield self._text(b"".join(pieces))
         last = b"".join(self._cut_line) if ended else b""
         if last:
             self._cut_line = []

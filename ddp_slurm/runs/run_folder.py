@@ -64,12 +64,10 @@ class Run(NamedTuple):
 
     @property
     def repeat_line(self) -> str:
-        return f"cd {shlex.quote(self.directory)} && {shlex.join(self.repeat)}"
-
-    @property
-    def shrink_line(self) -> str:
-        """The command that submits the same to the nodes that Slurm can use; empty without one."""
-        return f"{self.repeat_line} --shrink" if self.repeat else ""
+        """``repeat`` for a shell; empty for a job that no command submits again."""
+        return (
+            f"cd {shlex.quote(self.directory)} && {shlex.join(self.repeat)}" if self.repeat else ""
+        )
 
     @property
     def plan(self) -> dict[str, Any]:

@@ -112,7 +112,10 @@ def read_keys(schema: type, values: Mapping[str, Any]) -> tuple[dict[str, Any], 
     result = {}
     for name, one in keys.items():
         if name in spellings:
-            value = _written_value(one, spellings[name], values, errors)
+            spelling = spellings[name]
+            written = values[spelling]
+            is_default = written is None and one.default is None
+            value = None if is_default else check(one.read, written, spelling, errors)
         else:
             value = one.default
             if value is MISSING:
@@ -137,13 +140,6 @@ def _spellings(
         else:
             spellings[name] = written
     return spellings
-
-
-def _written_value(one: Key, spelling: str, values: Mapping[str, Any], errors: list[Error]) -> Any:
-    value = values[spelling]
-    if value is None and one.default is None:
-        return None
-    return _attempt(one.read, value, spelling, errors)
 
 
 class Schema:
@@ -201,7 +197,7 @@ def tuple_of(read: Reader[T]) -> Reader[tuple[T, ...]]:
         if not isinstance(value, list | tuple):
             raise ValueError(f"expected a list, got {short(value)}")
         errors: list[Error] = []
-        items = tuple(_attempt(read, item, index, errors) for index, item in enumerate(value))
+        items = tuple(check(read, item, index, errors) for index, item in enumerate(value))
         if errors:
             raise Invalid(errors)
         return items
@@ -218,8 +214,8 @@ def mapping_of(read_key: Reader[str], read: Reader[T]) -> Reader[dict[str, T]]:
         errors: list[Error] = []
         items = {}
         for written, inner in value.items():
-            name = _attempt(read_key, written, written, errors)
-            items[name] = _attempt(read, inner, written, errors)
+            name = check(read_key, written, written, errors)
+            items[name] = check(read, inner, written, errors)
         if errors:
             raise Invalid(errors)
         return items
@@ -227,7 +223,7 @@ def mapping_of(read_key: Reader[str], read: Reader[T]) -> Reader[dict[str, T]]:
     return read_mapping
 
 
-def _attempt(read: Reader[Any], value: Any, place: str | int, errors: list[Error]) -> Any:
+def check(read: Reader[Any], value: Any, place: str | int, errors: list[Error]) -> Any:
     """What ``read`` returns, or MISSING, with what is wrong added to ``errors``."""
     try:
         return read(value)

@@ -18,12 +18,13 @@ from ddp_slurm.slurm_client.states import (
 )
 
 PASSING = {"MAINT", "MAINTENANCE"}
-"""A reservation for maintenance has an end, and Slurm's own reason names it."""
+"""States that end without anybody's help: a reservation for maintenance has an end, and Slurm's own
+reason names it."""
 MOST_NAMES = 3
 
 
 def look_at_nodes(jobs: Sequence[JobState], ask: Ask) -> list[JobState]:
-    """The jobs; those that wait for a node that is away become WAITS_FOR_NODE, with a note.
+    """The jobs; those that wait for an unavailable node become WAITS_FOR_NODE, with a note.
 
     Slurm is asked once, and only where a job waits.
     """
@@ -32,16 +33,12 @@ def look_at_nodes(jobs: Sequence[JobState], ask: Ask) -> list[JobState]:
     if not names:
         return list(jobs)
     answer = ask(["scontrol", "--all", "show", "node", compress_hostlist(names)])
-    absent = {node.name: node for node in read_nodes(answer.out) if is_absent(node)}
+    nodes = read_nodes(answer.out)
+    absent = {node.name: node for node in nodes if unavailable_words(node.state) - PASSING}
     return [
-        _waiting(job, [absent[name] for name in nodes if name in absent])
-        for job, nodes in zip(jobs, awaited, strict=True)
+        _waiting(job, [absent[name] for name in names if name in absent])
+        for job, names in zip(jobs, awaited, strict=True)
     ]
-
-
-def is_absent(node: NodeRecord) -> bool:
-    """Whether somebody or something must act before Slurm starts a job there."""
-    return bool(unavailable_words(node.state) - PASSING)
 
 
 def _awaited_nodes(job: JobState) -> list[str]:
@@ -56,7 +53,7 @@ def _waiting(job: JobState, absent: Sequence[NodeRecord]) -> JobState:
         return job
     described = [_described(node) for node in absent[:MOST_NAMES]]
     if len(absent) > MOST_NAMES:
-        described.append(f"{len(absent) - MOST_NAMES} more nodes are away")
+        described.append(f"{len(absent) - MOST_NAMES} more nodes are unavailable")
     note = f"{', '.join(described)}; the job starts when it can use all its nodes"
     holding = [part.job_id for part in job.components if part.state == "RUNNING"]
     if holding:

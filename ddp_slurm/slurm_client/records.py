@@ -1,10 +1,10 @@
 """The one parser of Slurm's records: ``scontrol show node|partition|job``, and gres.
 
 A record begins with ``NodeName=``, ``PartitionName=`` or ``JobId=`` in the first column, and each
-of its other lines with three blanks. Read it without ``--oneliner``: what a person may write (a
-job's name, a comment, a reason) then reaches to the end of its line, and text in it that looks like
-``Key=value`` is not read as a key. Records of nodes and partitions may also come from ``-o``: there
-the texts of persons stand last.
+of its other lines with three blanks. Read it without ``--oneliner``: free text (a job's
+name, a comment, a reason) then extends to the end of its line, and what looks like ``Key=value`` in
+it is not read as a key. Records of nodes and partitions may also come from ``-o``: there the free
+text comes last.
 
 The form is the same from Slurm 20.11 to 26.05.
 """
@@ -49,7 +49,10 @@ def read_records(text: str, first_key: str) -> list[Record]:
             continue
         for key, value in _pairs(line, FREE_TEXT[first_key]):
             records[-1].setdefault(key, value)
-    return [_without_nulls(record) for record in records]
+    return [
+        {key: value for key, value in record.items() if value not in ("(null)", "N/A")}
+        for record in records
+    ]
 
 
 def _pairs(line: str, free_text: set[str]) -> Iterator[tuple[str, str]]:
@@ -60,10 +63,6 @@ def _pairs(line: str, free_text: set[str]) -> Iterator[tuple[str, str]]:
             return
         end = following.start() if following else len(line)
         yield key[1], line[key.end() : end].strip()
-
-
-def _without_nulls(record: Record) -> Record:
-    return {key: value for key, value in record.items() if value not in ("(null)", "N/A")}
 
 
 class Gres(NamedTuple):
@@ -77,9 +76,9 @@ class Gres(NamedTuple):
 def read_gres(text: str) -> tuple[Gres, ...]:
     """The items of a gres text.
 
-    The rule, which cluster_setup/gpu_check.sh follows as well: what stands in parentheses is left
-    out (it may hold commas), items are separated by commas and their words by colons; a last word
-    of digits is the count, else the count is 1; what is left between is the type.
+    The rule, which cluster_setup/gpu_check.sh follows as well: text in parentheses, which may hold
+    commas, is left out; items are separated by commas and their words by colons; a last word of
+    digits is the count, else the count is 1; the words between name and count are the type.
 
     >>> [(g.name, g.type, g.number) for g in read_gres("gpu:a100:4(S:0,2),gpu:2,gpu:a:b:2,nic")]
     [('gpu', 'a100', 4), ('gpu', None, 2), ('gpu', 'a:b', 2), ('nic', None, 1)]
@@ -205,7 +204,7 @@ def read_nodes(text: str) -> list[NodeRecord]:
 
 def _node(record: Record) -> NodeRecord:
     reason, reason_by, reason_since = _split_reason(record.get("Reason", ""))
-    cpus = _number(record, "CPUTot")
+    cpus = number(record, "CPUTot")
     return NodeRecord(
         name=record["NodeName"],
         state=record.get("State", "UNKNOWN"),
@@ -216,12 +215,12 @@ def _node(record: Record) -> NodeRecord:
         reason_by=reason_by,
         reason_since=reason_since,
         cpus=cpus,
-        usable_cpus=_number(record, "CPUEfctv") or cpus,
-        sockets=_number(record, "Sockets"),
-        cores_per_socket=_number(record, "CoresPerSocket"),
-        threads_per_core=_number(record, "ThreadsPerCore"),
-        real_memory_mb=_number(record, "RealMemory"),
-        reserved_memory_mb=_number(record, "MemSpecLimit") or 0,
+        usable_cpus=number(record, "CPUEfctv") or cpus,
+        sockets=number(record, "Sockets"),
+        cores_per_socket=number(record, "CoresPerSocket"),
+        threads_per_core=number(record, "ThreadsPerCore"),
+        real_memory_mb=number(record, "RealMemory"),
+        reserved_memory_mb=number(record, "MemSpecLimit") or 0,
         gres=read_gres(record.get("Gres", "")),
         features=_words(record, "AvailableFeatures"),
         partitions=_words(record, "Partitions"),
@@ -259,8 +258,8 @@ def _partition(record: Record) -> PartitionRecord:
         state=record.get("State", "UNKNOWN"),
         is_default=record.get("Default") == "YES",
         root_only=record.get("RootOnly") == "YES",
-        total_nodes=_number(record, "TotalNodes") or 0,
-        max_nodes=_number(record, "MaxNodes"),
+        total_nodes=number(record, "TotalNodes") or 0,
+        max_nodes=number(record, "MaxNodes"),
         max_minutes=read_minutes(record.get("MaxTime", "UNLIMITED")),
         allowed_accounts=_allowed(record, "AllowAccounts"),
         allowed_groups=_allowed(record, "AllowGroups"),
@@ -280,7 +279,8 @@ def read_minutes(limit: str) -> int | None:
     return (days * 24 + hours) * 60 + minutes + (seconds > 0)
 
 
-def _number(record: Record, key: str) -> int | None:
+def number(record: Record, key: str) -> int | None:
+    """The whole number of a key; None where the key is missing or has another value."""
     value = record.get(key, "")
     return int(value) if value.isdecimal() else None
 

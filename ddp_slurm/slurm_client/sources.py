@@ -11,12 +11,14 @@ from typing import NamedTuple, Protocol
 from ddp_slurm.ask import Answer, Ask
 from ddp_slurm.slurm_client.absent_nodes import look_at_nodes
 from ddp_slurm.slurm_client.commands import ask_slurm
-from ddp_slurm.slurm_client.records import Record, read_records
+from ddp_slurm.slurm_client.records import Record, number, read_records
 from ddp_slurm.slurm_client.states import ENDED, UNKNOWN, ComponentState, JobState
 from ddp_slurm.slurm_client.whole_job import job_of
 
 SQUEUE_FORMAT = "%i|%T|%N|%n|%r"
 SACCT_FIELDS = "JobID,State,ExitCode,NodeList"
+SLURM_ID = re.compile(r"[0-9]+(\+[0-9]+)?")
+"""A job's id, or that of a component, such as ``48+1``."""
 KNOWN_SECONDS = 5
 """The limit of a question to Slurm about a job whose run folder has the answer, too."""
 
@@ -89,12 +91,8 @@ def conclude(shown: Shown, traces: Traces | None = None, ask: Ask = ask_slurm) -
     left = _left(job_id, traces) if traces else None
     if left and not shown.is_unknown:
         return left
-    return _accounted(job_id, ask) or left or _unknown(shown)
-
-
-def _unknown(shown: Shown) -> JobState:
     note = shown.answer.text or "Slurm reports nothing about it"
-    return JobState(shown.job_id, UNKNOWN, "none", note=note)
+    return _accounted(job_id, ask) or left or JobState(job_id, UNKNOWN, "none", note=note)
 
 
 def _left(job_id: str, traces: Traces) -> JobState | None:
@@ -146,12 +144,8 @@ def active_states(job_ids: Iterable[str], ask: Ask = ask_slurm) -> dict[str, Job
 
     Of a heterogeneous job also the components that have ended: the others may wait for them.
     """
-    options = [
-        "--noheader",
-        "--states=all",
-        f"--jobs={','.join(job_ids)}",
-        f"--format={SQUEUE_FORMAT}",
-    ]
+    jobs_option = f"--jobs={','.join(job_ids)}"
+    options = ["--noheader", "--states=all", jobs_option, f"--format={SQUEUE_FORMAT}"]
     answer = ask(["squeue", *options])
     jobs = parse_squeue(answer.out) if answer.status == 0 else {}
     states = [job_of(leader, components, "squeue") for leader, components in jobs.items()]
@@ -194,7 +188,6 @@ def _component(record: Record) -> ComponentState:
     job_id = record["JobId"]
     if "HetJobId" in record:
         job_id = f"{record['HetJobId']}+{record.get('HetJobOffset', '0')}"
-    restarts = record.get("Restarts", "")
     return ComponentState(
         job_id=job_id,
         state=record["JobState"],
@@ -202,7 +195,7 @@ def _component(record: Record) -> ComponentState:
         reason=_reason(record.get("Reason", "")),
         exit_status=status,
         signal=signal,
-        restarts=int(restarts) if restarts.isdecimal() else None,
+        restarts=number(record, "Restarts"),
         requested_nodes=record.get("ReqNodeList", ""),
     )
 
@@ -222,7 +215,7 @@ def parse_squeue(text: str) -> dict[str, list[ComponentState]]:
     jobs: dict[str, list[ComponentState]] = {}
     for line in text.splitlines():
         fields = line.split("|", 4)
-        if len(fields) != 5 or not _is_component(fields[0]):
+        if len(fields) != 5 or not SLURM_ID.fullmatch(fields[0]):
             continue  # an element of an array, or a warning of a site's wrapper
         job_id, state, nodes, requested, reason = fields
         component = ComponentState(job_id, state, nodes, _reason(reason), requested_nodes=requested)
@@ -238,7 +231,7 @@ def parse_sacct(text: str) -> list[ComponentState]:
     components: dict[str, ComponentState] = {}
     for line in text.splitlines():
         fields = line.split("|")
-        if len(fields) < 4 or not _is_component(fields[0]):
+        if len(fields) < 4 or not SLURM_ID.fullmatch(fields[0]):
             continue
         job_id, state, code, nodes = fields[:4]
         status, signal = _exit_code(code)
@@ -252,10 +245,6 @@ def parse_sacct(text: str) -> list[ComponentState]:
     return sorted(components.values(), key=lambda component: component.offset)
 
 
-def _is_component(job_id: str) -> bool:
-    return re.fullmatch(r"[0-9]+(\+[0-9]+)?", job_id) is not None
-
-
 def parse_exit_marker(text: str) -> ComponentState | None:
     """What the job script wrote at its end: ``status=3``, ``terminated=no``, ``restarts=0``, ...
 
@@ -264,7 +253,6 @@ def parse_exit_marker(text: str) -> ComponentState | None:
     """
     values = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
     status = values.get("status", "")
-    restarts = values.get("restarts", "")
     if not re.fullmatch(r"[0-9]{1,3}", status):
         return None
     terminated = values.get("terminated") == "yes"
@@ -274,5 +262,5 @@ def parse_exit_marker(text: str) -> ComponentState | None:
         state=failed if int(status) else "COMPLETED",
         reason="ended by SIGTERM: cancelled, or its time was up" if terminated else "",
         exit_status=int(status),
-        restarts=int(restarts) if restarts.isdecimal() else None,
+        restarts=number(values, "restarts"),
     )

@@ -27,7 +27,7 @@ WAITING_STATES = frozenset(
 )
 UNKNOWN = "UNKNOWN"
 ENDED = "ENDED"
-"""The state of a job that is over, and of which nothing tells how."""
+"""The state of a job that has ended; how is not known."""
 CANNOT_START = "CANNOT_START"
 """The state of a job that waits in Slurm's queue for what will not happen."""
 HELD = "HELD"
@@ -35,13 +35,13 @@ HELD = "HELD"
 WAITS_FOR_NODE = "WAITS_FOR_NODE"
 """The state of a job that names a node on which Slurm starts no job now."""
 SILENCE_SECONDS = 600
-"""How long a program that waits for a job bears that Slurm does not respond: slurmctld may be
+"""How long a program that waits for a job goes on while Slurm does not respond: slurmctld may be
 restarted or moved meanwhile."""
 CANNOT_START_SECONDS = 240
 """How long such a program waits for a job that cannot start. Longer than the two minutes for which
 a requeued job waits, shorter than the five after which Slurm may forget that a component ended."""
 NODE_SECONDS = 1800
-"""How long such a program waits for a node that is away: longer than a large machine boots."""
+"""How long such a program waits for an unavailable node: longer than a large machine boots."""
 
 
 class StateError(DdpSlurmError):
@@ -129,23 +129,15 @@ class JobState(NamedTuple):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "JobState":
         """The inverse of ``as_dict``. Raises KeyError or TypeError for anything else."""
-        return cls(
-            job_id=values["job_id"],
-            state=values["state"],
-            source=values["source"],
-            components=tuple(ComponentState(**component) for component in values["components"]),
-            note=values["note"],
-            log=values["log"],
-        )
+        kept = {name: values[name] for name in cls._fields}
+        kept["components"] = tuple(ComponentState(**part) for part in kept["components"])
+        return cls(**kept)
 
 
 class Patience:
     """How long a program waits for a job whose state is unknown, or that cannot start."""
 
-    def __init__(
-        self, limit_seconds: float | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._limit_seconds = limit_seconds
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._state = ""
         self._since = 0.0
@@ -155,11 +147,8 @@ class Patience:
         if state.state != self._state:
             self._state = state.state
             self._since = self._clock()
-        default = _PATIENCE_SECONDS.get(state.state)
-        if default is None:
-            return
-        limit = default if self._limit_seconds is None else self._limit_seconds
-        if self._clock() - self._since > limit:
+        limit = _PATIENCE_SECONDS.get(state.state)
+        if limit is not None and self._clock() - self._since > limit:
             raise StateError(_impatience(state, limit))
 
 

@@ -1,6 +1,6 @@
 """The state of a whole job by its components, and what keeps a waiting one from starting.
 
-Slurm says PENDING also of a job that will never start. The reasons are those of squeue(1), JOB
+Slurm reports PENDING for a job that will never start, too. The reasons are those of squeue(1), JOB
 REASON CODES.
 """
 
@@ -31,9 +31,7 @@ def job_of(
         purged: components that have ended and that Slurm no longer lists.
     """
     in_order = tuple(sorted(components, key=lambda component: component.offset))
-    obstacle = find_obstacle(job_id, in_order, purged)
-    state = obstacle.state if obstacle else overall_state(in_order)
-    note = obstacle.note if obstacle else ""
+    state, note = find_obstacle(job_id, in_order, purged) or (overall_state(in_order), "")
     return JobState(job_id, state, source, in_order, note, log)
 
 
@@ -93,11 +91,7 @@ _HOLD_STATES = {"REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 def find_obstacle(
     job_id: str, components: Sequence[ComponentState], purged: Sequence[str] = ()
 ) -> Obstacle | None:
-    """What keeps a waiting job from starting; None for one that runs, has ended, or may start.
-
-    Args:
-        purged: components that have ended and that Slurm no longer lists.
-    """
+    """What keeps a waiting job from starting; None for one that runs, has ended, or may start."""
     waiting = [c for c in components if c.state in WAITING_STATES]
     ended = [c for c in components if c.state in FINAL_STATES]
     if not waiting or len(waiting) + len(ended) < len(components):

@@ -87,7 +87,7 @@ def test_many_nodes_are_named_shortly() -> None:
     note = look(job, **{f"n{number}": "DOWN" for number in range(1, 10)}).note
     assert "node n3 is DOWN" in note
     assert "n4" not in note
-    assert "6 more nodes are away;" in note
+    assert "6 more nodes are unavailable;" in note
 
 
 def test_slurm_is_not_asked_for_nodes_without_need() -> None:

@@ -169,12 +169,12 @@ def test_gres(gres: str, models: list[tuple[str | None, int]]) -> None:
 
 def test_what_cluster_yaml_cannot_hold_is_named() -> None:
     found = read(
-        ("gpu:a100:4", "gpu:a+b:4"), ("AvailableFeatures=(null)", "AvailableFeatures=ib,rack=3")
+        ("gpu:a100:4", "gpu:a+b:4"), ("AvailableFeatures=(null)", "AvailableFeatures=ib,rack=3,a&b")
     )
     assert found.cluster.nodes[0].gpus == (GpuModel(count=4),)
-    assert found.cluster.nodes[0].features == ("ib",)
+    assert found.cluster.nodes[0].features == ("ib", "rack=3")
     assert "n1: the type 'a+b'" in found.left_out[0]
-    assert "n1: its feature 'rack=3'" in found.left_out[1]
+    assert "n1: its feature 'a&b'" in found.left_out[1]
 
 
 def test_cpus_and_memory_are_those_that_a_job_can_have() -> None:

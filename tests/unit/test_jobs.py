@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,14 @@ def test_run_folder_knows_without_slurm(run: Run, tmp_path: Path) -> None:
     assert values["components"][0]["restarts"] == 2
     assert values["run_folder"] == str(run.folder)
     assert cli("logs", "48", "--rank", "4", path=tmp_path).stdout == "4: b\n4: c\n"
+
+
+def test_status_of_a_python_function_repeats_nothing(run: Run, tmp_path: Path) -> None:
+    record = json.loads((run.folder / "run.json").read_text())
+    (run.folder / "run.json").write_text(json.dumps({**record, "command": [], "repeat": []}))
+    (run.folder / "exit").write_text("status=0\n")
+    assert json.loads(cli("status", "48", "--json", path=tmp_path).stdout)["repeat"] == ""
+    assert "repeat it" not in cli("status", "48", path=tmp_path).stdout
 
 
 def test_status_without_a_shared_folder(run: Run, tmp_path: Path, stub: Stub) -> None:
@@ -282,7 +291,8 @@ def test_follow_detaches_on_ctrl_c(
 def test_follow_ends_when_slurm_stays_silent(
     run: Run, at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(following, "Patience", lambda: Patience(limit_seconds=-1))
+    now = count(step=1000.0)
+    monkeypatch.setattr(following, "Patience", lambda: Patience(clock=lambda: next(now)))
     with pytest.raises(StateError, match="Slurm has not responded"):
         follow(Script(run, (JobState("48", "UNKNOWN", "none", note="down"), "")), io.StringIO())
 

@@ -15,6 +15,7 @@ from ddp_slurm.rank_env import (
     PORT_COUNT,
     LaunchError,
     RankEnv,
+    hosts_in_order,
     known,
     port_of_job,
 )
@@ -309,6 +310,12 @@ def test_components_are_read_under_either_name(step):
     old = {name: value for name, value in step.items() if "_HET_GROUP_" not in name}
     old["SLURM_PACK_SIZE"] = old.pop("SLURM_HET_SIZE")  # Slurm 19.05
     assert RankEnv.from_environ(old).master_addr == "gamma"
+
+
+def test_hosts_come_in_the_order_of_node_ranks(step):
+    assert hosts_in_order(step) == ["gamma", "beta1", "alpha"]
+    step["SLURM_STEP_NODELIST"] = "alpha,beta1"  # a step without the first component
+    assert hosts_in_order(step) == ["beta1", "alpha"]
 
 
 def test_unknown_hosts_of_components_are_refused(step):

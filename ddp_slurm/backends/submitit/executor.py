@@ -91,9 +91,10 @@ class HetSlurmExecutor(core.PicklingExecutor):
     def _internal_update_parameters(self, **kwargs: Any) -> None:
         """Take keys of job.yaml, or submitit's names for the same. Raises OptionsError."""
         from ddp_slurm.backends.submitit import plan as submitit_plan
+        from ddp_slurm.job.options import OptionsError
 
         if self._fixed_plan is not None:
-            raise submitit_plan.OptionsError(
+            raise OptionsError(
                 "this executor was given a plan; make another plan for other parameters"
             )
         merged = submitit_plan.merged_parameters(self.parameters, kwargs, self._job)

@@ -69,10 +69,9 @@ class StateWatcher(core.InfoWatcher):
 
     def _ended(self, job_id: str) -> JobState:
         run = self._runs.get(job_id)
-        if run is None:
-            return settle(read_state(job_id))
         state = settle(read_state(job_id, run), run)
-        run.remember(state)
+        if run is not None:
+            run.remember(state)
         return state
 
     def get_state(self, job_id: str, mode: str = "standard") -> str:

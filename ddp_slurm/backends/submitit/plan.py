@@ -20,15 +20,6 @@ from ddp_slurm.render import render_sbatch
 from ddp_slurm.runs.keep import Submission, keep_run, make_runs_folder, planned_cluster
 from ddp_slurm.schema.fields import limit_seconds
 
-__all__ = [
-    "OptionsError",
-    "TaskJob",
-    "make_task_job",
-    "merged_parameters",
-    "minutes",
-    "what_to_plan",
-]
-
 
 def merged_parameters(
     parameters: Mapping[str, Any], added: Mapping[str, Any], job: Path | None
@@ -150,8 +141,7 @@ def make_task_job(
 
 
 def _runner(options: JobOptions, folder: Path) -> tuple[str, ...]:
-    names_python = options.python or options.conda_env or options.venv or options.container
-    python = "python" if names_python else sys.executable
+    python = "python" if options.names_python else sys.executable
     return (python, "-u", "-m", "submitit.core._submit", str(folder))
 
 

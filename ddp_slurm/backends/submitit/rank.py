@@ -20,8 +20,7 @@ except ImportError as missing:
         f"submitit is not installed here ({missing}); pip install 'ddp_slurm[submitit]'"
     ) from None
 
-from ddp_slurm.hostlist import expand_hostlist
-from ddp_slurm.rank_env import ENV_VARIABLES, RankEnv, known
+from ddp_slurm.rank_env import ENV_VARIABLES, RankEnv, hosts_in_order, known
 from ddp_slurm.term_signal import TermWatch
 
 __all__ = [
@@ -91,11 +90,7 @@ class HetSlurmJobEnvironment(SlurmJobEnvironment):
     @property
     def hostnames(self) -> list[str]:
         """All hosts in the order of node ranks; Slurm's own list is sorted by name."""
-        groups = range(int(os.environ.get("SLURM_HET_SIZE", 0)))
-        lists = [os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"] for group in groups]
-        if not lists:
-            lists = [os.environ["SLURM_STEP_NODELIST"]]
-        return [host for text in lists for host in expand_hostlist(text)]
+        return hosts_in_order(os.environ)
 
     @property
     def num_nodes(self) -> int:
