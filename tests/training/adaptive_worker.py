@@ -33,7 +33,8 @@ def adaptive(pipe: Connection, run: Run, ranks: Ranks) -> Report:
     """Every sample takes a millisecond on an imagined clock; measurements are close together."""
     follow.FIRST, follow.EVERY, follow.LAG = (2, 5, 8), 6, 2
     now = [0.0]
-    clock.time = SimpleNamespace(perf_counter=lambda: now[0])  # type: ignore[assignment]
+    imagined = SimpleNamespace(perf_counter=lambda: now[0])
+    clock.time = follow.time = imagined  # type: ignore[assignment]
     steps = [0]
     rank = RankEnv.from_environ().rank
     chance = random.Random(rank)

@@ -91,6 +91,15 @@ def test_parts_are_the_children_with_parameters() -> None:
     assert parts_of(nn.ModuleDict({"inner": model})) == parts_of(model)
 
 
+def test_module_in_two_places_is_one_part() -> None:
+    model, block = nn.Module(), Block(0.1)
+    model.first, model.second = nn.Sequential(block), nn.Sequential(nn.Linear(6, 6), block)
+    assert parts_of(model) == [block, model.second[0]]
+    checkpoint_parts(model)
+    keep_activations(model)
+    assert "forward" not in vars(block)
+
+
 def test_checkpoint_refuses_sync_batchnorm() -> None:
     with pytest.raises(DdpSlurmError, match="cannot be combined with SyncBatchNorm"):
         check_checkpoint(nn.Sequential(nn.SyncBatchNorm(3)))

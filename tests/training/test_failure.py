@@ -181,7 +181,7 @@ def test_rank_that_leaves_before_a_collective_is_named(tmp_path: Path, leaver: i
     with world(tmp_path, (1, 2), leave_early, leaver, "collective", environ=NODE) as running:
         assert statuses_but(running, leaver) == {1}
         logs = running.all_logs()
-    assert f"ends, because rank {leaver} on node had left the training in order, while" in logs
+    assert f"ends, because rank {leaver} on node had left the training normally, while" in logs
 
 
 def test_rank_0_names_the_ranks_that_it_waits_for(tmp_path: Path) -> None:

@@ -10,14 +10,16 @@ import torch
 
 from ddp_slurm.comm import EXACT, Comm
 from ddp_slurm.curve import Curve
+from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.exchange import Link
 from ddp_slurm.job.speeds import read_speeds
-from ddp_slurm.training.measure import cards
+from ddp_slurm.training.measure import cards, overlap
 from ddp_slurm.training.measure.cards import CardSpeed, measure_card
 from ddp_slurm.training.measure.forecast import advice, boxes_of, network_of
 from ddp_slurm.training.measure.links import Ring, rings_of
 from ddp_slurm.training.measure.speeds_file import RankSpeed, entries_of, speeds_text
 from ddp_slurm.training.trainer.report import print_prediction
+from ddp_slurm.training.uneven import calibrate
 from ddp_slurm.training.uneven.calibrate import TrainingStep
 
 from .workers import measured_card, measured_links, trained_with_slow_network
@@ -94,18 +96,30 @@ def test_trainer_measures_with_its_optimizer(tmp_path: Path) -> None:
 
 
 def test_card_that_runs_out_of_memory_keeps_what_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 16
+
     def seconds_of_step(step: object, work: object, size: int, **options: object) -> float:
-        if size > 16:
+        if size > limit:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return size / 1000
 
-    monkeypatch.setattr(cards, "seconds_of_step", seconds_of_step)
-    monkeypatch.setattr(cards, "_all", lambda condition, control: condition)
+    monkeypatch.setattr(calibrate, "seconds_of_step", seconds_of_step)
+    monkeypatch.setattr(cards, "all_gather_values", lambda value, control: [value])
     monkeypatch.setattr(cards.dist, "barrier", lambda group: None)
-    step = TrainingStep(torch.nn.Linear(1, 1), torch.nn.functional.mse_loss, None, None)  # type: ignore[arg-type]
+    device = torch.device("cpu")
+    step = TrainingStep(torch.nn.Linear(1, 1), torch.nn.functional.mse_loss, None, device)  # type: ignore[arg-type]
     assert measure_card(step, None) == CardSpeed([(4, 0.004), (8, 0.008), (16, 0.016)], 16)  # type: ignore[arg-type]
     assert measure_card(step, None, most=8) == CardSpeed([(4, 0.004), (8, 0.008)], None)  # type: ignore[arg-type]
     assert measure_card(step, None, most=3) == CardSpeed([(3, 0.003)], None)  # type: ignore[arg-type]
+    limit = 2
+    with pytest.raises(DdpSlurmError, match=r"a batch of 4 samples does not fit the memory of cpu"):
+        measure_card(step, None)  # type: ignore[arg-type]
+
+
+def test_hidden_part_is_unknown_without_a_common_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap.dist, "get_world_size", lambda: 2)
+    curves = [Curve.through([(3, 0.003)]), Curve.through([(4, 0.004), (8, 0.008)])]
+    assert overlap.measure_hidden(None, curves, [], 4000) is None  # type: ignore[arg-type]
 
 
 def test_links_of_all_pairs_and_inside_nodes(tmp_path: Path) -> None:

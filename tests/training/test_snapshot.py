@@ -101,15 +101,15 @@ def test_snapshot_of_version_1_is_loaded(snapshot: Snapshot) -> None:
     [
         (b"", "is damaged or no snapshot"),
         (b"#!/bin/sh\n", "is damaged or no snapshot"),
-        ({"model": {}}, "is no snapshot of ddp_slurm (a torch file of another program)"),
-        ([1, 2], "is no snapshot of ddp_slurm (a torch file of another program)"),
+        ({"model": {}}, "is not a snapshot of ddp_slurm (a torch file of another program)"),
+        ([1, 2], "is not a snapshot of ddp_slurm (a torch file of another program)"),
         (
             {"format": "ddp_slurm snapshot", "version": 99, "state": {}},
             "has snapshot version 99, this program reads 1 and 2",
         ),
         (
             Path("/"),
-            "is no snapshot of ddp_slurm (UnpicklingError)",
+            "is not a snapshot of ddp_slurm (UnpicklingError)",
         ),  # a pickle that would run code
     ],
     ids=["empty", "text", "another program's", "a list", "of the future", "a pickled object"],

@@ -15,9 +15,7 @@ from ddp_slurm.training.process_group.facts import (
     Gpu,
     RankFacts,
     arrival_from_dict,
-    arrival_to_dict,
     complete_envs,
-    facts_from_dict,
     rank_facts,
 )
 from ddp_slurm.training.process_group.startup_check import check_launch, find_errors
@@ -158,9 +156,7 @@ def arrival(rank: int, machine: str, **changes: Any) -> Arrival:
 
 def test_reports_travel_unchanged() -> None:
     report = arrival(0, "gamma")
-    assert arrival_from_dict(json.loads(json.dumps(arrival_to_dict(report)))) == report
-    facts = json.loads(json.dumps(dataclasses.asdict(FACT)))
-    assert facts_from_dict(facts) == FACT
+    assert arrival_from_dict(json.loads(json.dumps(dataclasses.asdict(report)))) == report
 
 
 def places(arrivals: list[Arrival]) -> list[tuple[int | None, ...]]:
@@ -356,4 +352,4 @@ def test_gloo_on_request_uses_no_gpu(tmp_path: Path) -> None:
 def test_process_joins_one_world_only(tmp_path: Path, ranks: int) -> None:
     for is_open, result in run_world(tmp_path, (ranks,), join_twice):
         assert not is_open
-        assert "init_distributed a second time in this process" in result
+        assert "init_distributed was called a second time in this process" in result

@@ -45,10 +45,6 @@ class StepClock:
             after.synchronize()
         return [before.elapsed_time(after) / 1000 for before, after in self._parts]
 
-    def wall(self) -> float:
-        """Seconds by the clock of the CPU, which waits for everything that a step waits for."""
-        return time.perf_counter()
-
     def _now(self) -> Any:
         if not self._has_events:
             return time.perf_counter()

@@ -1,11 +1,11 @@
-"""All ranks measure the same steps, tell each other in the background, and agree on new shares."""
+"""All ranks time the same steps, exchange the times in the background, and agree on new shares."""
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ddp_slurm.curve import Curve
 from ddp_slurm.training.adaptive.clock import StepClock
@@ -16,7 +16,7 @@ EVERY = 50
 """Steps that are measured. In them backward hides nothing of the exchange, which costs at most half
 of a step: a hundredth of all."""
 LAG = 5
-"""Steps from a measurement to its use. The GPU has done it by then: nobody waits for it."""
+"""Steps from a measurement to its use. The GPU has finished it by then: nobody waits for it."""
 
 
 class Change(NamedTuple):
@@ -51,8 +51,7 @@ class Follower:
     def before_step(self, shares: Sequence[int]) -> Change | None:
         """Call it before a whole step; the new shares, from this step on, if there are any."""
         change = self._change(shares)
-        is_due = self._steps in FIRST or (self._steps > 0 and self._steps % EVERY == 0)
-        if is_due:
+        if self._steps in FIRST or (self._steps > 0 and self._steps % EVERY == 0):
             self._measured_at = self._steps
             self._clock.start()
         return change
@@ -60,7 +59,7 @@ class Follower:
     def after_step(self) -> None:
         if self._clock.is_on:
             self._clock.stop()
-            self._since = self._clock.wall()
+            self._since = time.perf_counter()
         self._steps += 1
         if self._steps == self._measured_at + LAG:
             self._work = self._send()
@@ -73,7 +72,7 @@ class Follower:
 
     def _send(self) -> dist.Work | None:
         compute, update = self._clock.seconds()
-        step = (self._clock.wall() - self._since) / (LAG - 1)
+        step = (time.perf_counter() - self._since) / (LAG - 1)
         self._sums.zero_()
         self._sums[dist.get_rank(self._control)] = torch.tensor([compute, update, step])
         return dist.all_reduce(self._sums, group=self._control, async_op=True)
@@ -82,12 +81,8 @@ class Follower:
         if self._work is None:
             return None
         self.finish()
-        self.speeds.add(shares, _rows(self._sums))
+        self.speeds.add(shares, [Seen(*row) for row in self._sums.tolist()])
         found = self.speeds.better(shares)
         if found is None:
             return None
         return Change(found, self.speeds.slowest(shares), self.speeds.slowest(found))
-
-
-def _rows(sums: Tensor) -> list[Seen]:
-    return [Seen(*row) for row in sums.tolist()]

@@ -12,8 +12,8 @@ DEAD_BAND = 0.03
 """New shares are taken if they shorten a step by more than this part. Equal cards differ by less,
 so their shares stay; and so do all where the work is a small part of a step."""
 KEPT = 3
-"""Measurements a rank. Their median ignores one that was disturbed, and follows a change that two
-have seen."""
+"""Measurements kept for each rank. Their median ignores one that was disturbed, and follows a
+change that two have seen."""
 
 
 class Seen(NamedTuple):
@@ -40,12 +40,10 @@ class Speeds:
         self._slower = [deque([1.0], KEPT) for _ in curves]
         self._updates = [deque([0.0], KEPT) for _ in curves]
         self._steps: deque[float] = deque(maxlen=KEPT)
-        self._has_seen = False
 
     def add(self, shares: Sequence[int], seen: Sequence[Seen]) -> None:
         """A measurement of every rank, each at its share."""
-        if not self._has_seen:  # the first one replaces what was assumed
-            self._has_seen = True
+        if not self._steps:  # the first one replaces what was assumed
             for values in (*self._slower, *self._updates):
                 values.clear()
         for rank, (share, each) in enumerate(zip(shares, seen, strict=True)):
@@ -61,7 +59,14 @@ class Speeds:
         return statistics.median(self._slower[rank])
 
     def curves(self) -> list[Curve]:
-        return [self._now(rank) for rank in range(len(self._curves))]
+        """Seconds of each rank's step, with the update."""
+        now = []
+        for rank, curve in enumerate(self._curves):
+            slower = self.slower(rank)
+            update = statistics.median(self._updates[rank])
+            times = tuple(slower * seconds + update for seconds in curve.times)
+            now.append(Curve(curve.samples, times, slower * curve.slope))
+        return now
 
     def slowest(self, shares: Sequence[int]) -> float:
         """Seconds of the slowest rank's work."""
@@ -77,9 +82,3 @@ class Speeds:
         whole_step = max(work, statistics.median(self._steps))
         is_worth_it = work - self.slowest(found) > DEAD_BAND * whole_step
         return found if is_worth_it else None
-
-    def _now(self, rank: int) -> Curve:
-        curve, slower = self._curves[rank], self.slower(rank)
-        update = statistics.median(self._updates[rank])
-        times = tuple(slower * seconds + update for seconds in curve.times)
-        return Curve(curve.samples, times, slower * curve.slope)

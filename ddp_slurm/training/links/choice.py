@@ -1,24 +1,23 @@
 """Which way the ranks exchange gradients: by what was asked for, and a short measurement."""
 
 import math
-import time
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from ddp_slurm.comm import EXACT, Comm
 from ddp_slurm.exchange import HIDDEN, LOCAL_STEPS
 from ddp_slurm.training.links.exchange import Exchange
 from ddp_slurm.training.links.layout import Layout
 from ddp_slurm.training.links.local_steps import LocalConfig
+from ddp_slurm.training.measure.links import seconds_of_slowest
 
 LEAST_BYTES = 1 << 20
 """Smaller gradients are a matter of latency, and are not measured: they go in one level."""
 MOST_BYTES = 16 << 20
 """The most that one all-reduce of the measurement sends."""
 SECONDS = 2.0
-"""About what the measurement may take."""
+"""About how long the measurement may take."""
 CLEARLY = 1.1
 """Two levels are taken where they are faster by this factor. Less may be noise, and a resumed run
 must find the same way again: its sums would differ in the last bit."""
@@ -68,18 +67,8 @@ def _seconds_of_both(exchange: Exchange, size: int) -> tuple[float, float]:
 
 def _seconds_of(exchange: Exchange, size: int) -> float:
     """What the slowest rank needs for ``size`` bytes; the same number on every rank."""
-    device = exchange.device
-    buffer = torch.zeros(size // 4, device=device)
-    clock = torch.zeros(1, dtype=torch.float64, device=device)
-    dist.all_reduce(clock)
-    clock.item()  # all have arrived
-    started = time.perf_counter()
-    exchange.start(buffer).wait()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    clock.fill_(time.perf_counter() - started)
-    dist.all_reduce(clock, op=dist.ReduceOp.MAX)
-    return clock.item()
+    buffer = torch.zeros(size // 4, device=exchange.device)
+    return seconds_of_slowest(lambda: exchange.start(buffer).wait(), exchange.device)
 
 
 def choose(comm: Comm, exact_seconds: float | None, compute_seconds: float | None) -> Comm:

@@ -115,7 +115,7 @@ def sum_in_bf16(buffer: Tensor, group: dist.ProcessGroup) -> None:
     """Replace ``buffer`` by its sum over the ranks of ``group``; bf16 is what is sent.
 
     Each rank adds up one part of it, in at least fp32, and sends the sum to the others: what every
-    rank gets has the same bits. A ring in bf16 would round at each of its stations.
+    rank gets has the same bits. A ring in bf16 would round at each rank.
     """
     size = dist.get_world_size(group)
     wide = torch.promote_types(buffer.dtype, torch.float32)
@@ -132,8 +132,8 @@ def sum_in_bf16(buffer: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _number_of_pieces(buffer: Tensor) -> int:
-    """Several on their way at once: of one large message gloo's two directions took turns in half
-    of the cases, on links of 80 Mbit/s."""
+    """Several at once: with one large message gloo's two directions took turns in half of the
+    cases, on links of 80 Mbit/s."""
     if buffer.device.type == "cuda":
         return 1
     return max(1, min(MOST_PIECES, buffer.numel() // LEAST_IN_A_PIECE))

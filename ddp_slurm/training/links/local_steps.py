@@ -49,7 +49,7 @@ class LocalConfig:
     """Nesterov momentum of the anchor. None: 0.5 from LONG_PERIOD steps on, 0 below."""
     delay: int | None = None
     """Steps from the start of an average to its use; the exchange has this long to end unnoticed.
-    None: half of ``steps``. 0: every rank waits for it. As long as ``steps`` it makes training with
+    None: half of ``steps``. 0: every rank waits for it. A delay of ``steps`` makes training with
     momentum unstable."""
 
     @property
@@ -129,7 +129,7 @@ class LocalSteps:
         """Continue from the model's present parameters, which are equal on all ranks.
 
         Args:
-            state: None after another way of exchanging.
+            state: None after a run that exchanged in another way.
         """
         self._anchor = self._flat()
         self._velocity.zero_()

@@ -106,7 +106,7 @@ def attach_by_environment(ddp: DistributedDataParallel, device: torch.device) ->
 
 
 def warn_at_end(is_wrapped: bool, local_steps: Sequence[LocalSteps]) -> None:
-    """Print what a script has forgotten that ends well."""
+    """Print what a script that ends without an error has forgotten."""
     comm = JobEnv.from_environ().comm
     if comm is not None and not is_wrapped:
         print(

@@ -64,10 +64,9 @@ def pace(global_batch: int, shares: Sequence[int], curves: Sequence[Curve]) -> s
     """
     times = [curve.seconds(n) for curve, n in zip(curves, shares, strict=True)]
     slowest = max(range(len(times)), key=times.__getitem__)
-    idle = [rank for rank, share in enumerate(shares) if share == 0]
     fixed = curves[slowest].times[0]
-    if idle:
-        rank = idle[0]
+    if 0 in shares:
+        rank = shares.index(0)
         return (
             f"rank {rank} gets no samples: the fixed cost of its step, "
             f"{1000 * curves[rank].seconds(1):.3g} ms, is above the whole step of the others, "

@@ -1,9 +1,10 @@
 """What an all-reduce reaches between two nodes, and between the ranks of one."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import combinations
 
 import torch
@@ -11,6 +12,8 @@ import torch.distributed as dist
 
 from ddp_slurm.exchange import Link
 from ddp_slurm.training.exchange import all_gather_values
+from ddp_slurm.training.links.layout import Layout
+from ddp_slurm.training.uneven.calibrate import wait_for_device
 
 FIRST_BYTES = 1 << 20
 MOST_BYTES = 64 << 20
@@ -36,11 +39,9 @@ def rings_of(node_ranks: Sequence[int]) -> list[Ring]:
     Args:
         node_ranks: the number of each rank's node.
     """
-    members: dict[int, list[int]] = {}
-    for rank, node in enumerate(node_ranks):
-        members.setdefault(node, []).append(rank)
-    inside = [Ring(tuple(ranks), (node, node)) for node, ranks in members.items() if len(ranks) > 1]
-    pairs = list(combinations(sorted(members), 2))
+    members = dict(zip(sorted(set(node_ranks)), Layout.of(node_ranks).nodes, strict=True))
+    inside = [Ring(ranks, (node, node)) for node, ranks in members.items() if len(ranks) > 1]
+    pairs = list(combinations(members, 2))
     if len(members) > MOST_NODES_IN_PAIRS:
         pairs = [(one, other) for one, other in pairs if one == 0 or other == one + 1]
     between = [Ring((members[one][0], members[other][0]), (one, other)) for one, other in pairs]
@@ -70,31 +71,36 @@ def measure_links(
 
 def measure_ring(group: dist.ProcessGroup, device: torch.device) -> Link:
     """Bandwidth and latency that explain the group's all-reduce. All ranks of it call this."""
+
+    def seconds_of(size: int) -> float:
+        buffer = torch.zeros(size // 4, device=device)
+        return seconds_of_slowest(partial(dist.all_reduce, buffer, group=group), device, group)
+
     members = dist.get_world_size(group)
-    _seconds_of(group, 4, device)  # the first one connects the ranks
-    empty = min(_seconds_of(group, 4, device) for _ in range(2 * REPEATS))
+    seconds_of(4)  # the first one connects the ranks
+    empty = min(seconds_of(4) for _ in range(2 * REPEATS))
     size = FIRST_BYTES
     while True:
-        seconds = _seconds_of(group, size, device)
+        seconds = seconds_of(size)
         if seconds > ENOUGH_SECONDS or size >= MOST_BYTES:
             break
         size *= 4
-    again = [_seconds_of(group, size, device) for _ in range(REPEATS - 1)]
+    again = [seconds_of(size) for _ in range(REPEATS - 1)]
     seconds = min(seconds, *again) - empty
     sent = 2 * (members - 1) / members * size
     return Link(sent / max(seconds, 1e-9), empty / (2 * (members - 1)))
 
 
-def _seconds_of(group: dist.ProcessGroup, size: int, device: torch.device) -> float:
-    """Of the slowest rank, for ``size`` bytes; the same number on every rank of the group."""
-    buffer = torch.zeros(size // 4, device=device)
+def seconds_of_slowest(
+    work: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None = None
+) -> float:
+    """Of the ranks of ``group``, which begin together; the same number on all of them."""
     clock = torch.zeros(1, dtype=torch.float64, device=device)
     dist.all_reduce(clock, group=group)
     clock.item()  # all have arrived
     started = time.perf_counter()
-    dist.all_reduce(buffer, group=group)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    work()
+    wait_for_device(device)
     clock.fill_(time.perf_counter() - started)
     dist.all_reduce(clock, op=dist.ReduceOp.MAX, group=group)
     return clock.item()

@@ -28,17 +28,18 @@ def measure_hidden(
     it and get the same.
 
     A step with DistributedDataParallel is timed at the size whose compute takes about as long as
-    the exchange. None where the exchange is too short, or too long, to see it.
+    the exchange. None where the exchange is too short, or too long, to see it, and where the ranks
+    have no size in common.
 
     Args:
         curves: of every rank.
         sizes: samples a rank; those that every rank can take.
     """
+    members = dist.get_world_size()
+    if members == 1 or not sizes:
+        return None
     world = dist.group.WORLD
     assert world is not None
-    members = dist.get_world_size()
-    if members == 1:
-        return None
     link = measure_ring(world, step.device)
     in_buckets = Network(gradient_bytes, {}, bucket_bytes=FINE_BUCKETS)
     exchange = ring_seconds(in_buckets, members, link)

@@ -15,7 +15,7 @@ from ddp_slurm import __version__
 from ddp_slurm.curve import Curve
 from ddp_slurm.errors import counted
 from ddp_slurm.files import write_whole
-from ddp_slurm.job_env import JobEnv, JobEnvError
+from ddp_slurm.job_env import MEASURED_RANKS, JobEnv, JobEnvError
 from ddp_slurm.training.exchange import all_gather_values
 from ddp_slurm.training.measure.cards import SIZES, CardSpeed, measure_card
 from ddp_slurm.training.measure.links import measure_links, rings_of
@@ -86,7 +86,7 @@ def _measured_card(step: TrainingStep, control: dist.ProcessGroup, most: int | N
 
 
 def gradient_bytes(model: nn.Module) -> int:
-    """Of what a step exchanges."""
+    """Bytes that the ranks exchange in each step."""
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 
 
@@ -97,7 +97,7 @@ def _places(ranks: Sequence[RankFacts]) -> list[tuple[str, str]]:
     if places is None:
         return [(fact.node_name, "") for fact in ranks]
     if len(places) != len(ranks):
-        raise JobEnvError(f"{len(places)} ranks are to be measured, and {len(ranks)} are here")
+        raise JobEnvError(f"expected {len(places)} ranks ({MEASURED_RANKS}), got {len(ranks)}")
     return list(places)
 
 

@@ -31,7 +31,8 @@ def check_checkpoint(model: nn.Module) -> None:
 def parts_of(model: nn.Module) -> list[nn.Module]:
     """What is checkpointed: the children with parameters, those of a Sequential one by one.
 
-    A module whose parameters are all in one child stands for that child.
+    A module whose parameters are all in one child stands for that child. A module that is used in
+    several places is one part.
     """
     children = [child for child in model.children() if any(True for _ in child.parameters())]
     if len(children) == 1 and not isinstance(model, nn.Sequential | nn.ModuleList):
@@ -40,7 +41,7 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
     for child in children:
         is_list = isinstance(child, nn.Sequential | nn.ModuleList)
         parts += parts_of(child) if is_list else [child]
-    return parts
+    return list(dict.fromkeys(parts))
 
 
 def checkpoint_parts(model: nn.Module) -> None:
@@ -58,13 +59,12 @@ def keep_activations(model: nn.Module) -> None:
 def _checkpointed(part: nn.Module, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
     if not (part.training and torch.is_grad_enabled()):
         return forward(*args, **options)
-    contexts = partial(_contexts, part)
+
+    def contexts() -> tuple[Any, Any]:
+        """Around the first forward, and around the second."""
+        return contextlib.nullcontext(), _unchanged_statistics(part)
+
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **options)
-
-
-def _contexts(part: nn.Module) -> tuple[Any, Any]:
-    """Around the first forward, and around the second."""
-    return contextlib.nullcontext(), _unchanged_statistics(part)
 
 
 @contextlib.contextmanager

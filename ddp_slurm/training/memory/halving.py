@@ -96,8 +96,11 @@ class Passes:
             self.run(*part, is_last=is_last and i + 1 == len(parts))
 
     def halve(self, error: RuntimeError, samples: int) -> int:
-        """So many samples at once from now on. Raises what is no lack of memory, and what fewer
-        samples do not help."""
+        """The most samples at once from now on.
+
+        Raises ``error`` if it is not a lack of memory, and MemoryTooSmall where fewer samples are
+        of no help.
+        """
         if not is_out_of_memory(error):
             raise error
         if has_sync_batchnorm(self._inner):

@@ -11,7 +11,7 @@ from ddp_slurm.training.random_state import random_state, set_random_state
 
 @contextlib.contextmanager
 def preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, forward and backward may run, also out of memory; no optimizer may step.
+    """Inside, forward and backward may run, and run out of memory; no optimizer may step.
 
     Gradients, buffers (the statistics of BatchNorm), modes and random state are afterwards as
     before. Inside, the parameters have no gradients at first.

@@ -16,12 +16,12 @@ from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.training.memory.later import bytes_of_later
 from ddp_slurm.training.memory.out_of_memory import free_memory, is_out_of_memory
 from ddp_slurm.training.memory.preserve import preserved
-from ddp_slurm.training.uneven.calibrate import TrainingStep, made_measurable
+from ddp_slurm.training.uneven.calibrate import TrainingStep, made_measurable, wait_for_device
 
 READ = 8
 """Samples that are read; a trial repeats them."""
 SEARCH_SECONDS = 8.0
-"""What fits is not looked for more closely after that."""
+"""After that the search takes what it has found."""
 CLOSE = 1 / 16
 """The search ends when the smallest size that failed is larger than the found one by this part."""
 MARGIN = 0.1
@@ -77,16 +77,13 @@ class _Trial:
         size, failed = most, None
         while not self.fits(size):
             if size == least:
-                raise self._too_small(least)
+                raise MemoryTooSmall(
+                    f"{least} samples at once do not fit the memory of {self._step.device} beside "
+                    f"{self._later / 1e9:.3g} GB for optimizer state, gradients and the batch; use "
+                    "a smaller model, an optimizer with less state, or checkpoint='auto'"
+                )
             size, failed = max(least, size // 2), size
         return size, failed
-
-    def _too_small(self, least: int) -> MemoryTooSmall:
-        return MemoryTooSmall(
-            f"{least} samples at once do not fit the memory of {self._step.device} beside "
-            f"{self._later / 1e9:.3g} GB for optimizer state, gradients and the batch; use a "
-            "smaller model, an optimizer with less state, or checkpoint='auto'"
-        )
 
     def between(self, found: int, failed: int | None) -> int:
         """The largest size that fitted, close to the smallest that did not."""
@@ -118,8 +115,7 @@ class _Trial:
             outputs = step.model(self._repeated(self._inputs, size))
             loss = step.loss_function(outputs, self._repeated(self._targets, size))
         loss.backward()  # type: ignore[no-untyped-call]
-        if step.device.type == "cuda":
-            torch.cuda.synchronize(step.device)
+        wait_for_device(step.device)
         del later
 
     def _repeated(self, batch: Any, size: int) -> Any:

@@ -21,7 +21,7 @@ GLOO_THREAD = "pt_gloo_runloop"
 
 
 def print_last(text: str) -> None:
-    """Print a line on stderr that is there even where the process ends at once."""
+    """Print a line on stderr at once: it is not lost where the process ends right after."""
     sys.stdout.flush()
     # To the descriptor: torch wraps the exception hook and catches sys.stderr until it returns.
     os.write(2, (text.rstrip("\n") + "\n").encode(errors="backslashreplace"))
@@ -86,8 +86,8 @@ def let_gloo_rest() -> None:
     """Wait until gloo's threads have nothing to do, some seconds at most; before Python ends.
 
     Such a thread may still hold a collective of a backward for which nobody waits any more. To drop
-    it it needs the interpreter, and one that is ending aborts the process instead, with "terminate
-    called without an active exception" (pytorch issue 190489).
+    it the thread needs the interpreter, and an interpreter that is ending aborts the process
+    instead, with "terminate called without an active exception" (pytorch issue 190489).
     """
     give_up = time.monotonic() + GLOO_SECONDS
     rests = 0

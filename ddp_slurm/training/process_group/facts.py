@@ -3,7 +3,7 @@
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,11 @@ class Arrival:
     socket_interface: str
     """GLOO_SOCKET_IFNAME, or ""."""
 
+    @property
+    def place(self) -> str:
+        """``rank 3 on alpha``."""
+        return f"rank {self.env.rank} on {self.node_name}"
+
 
 @dataclass(frozen=True)
 class RankFacts:
@@ -72,7 +77,7 @@ class RankFacts:
 def describe_this_rank(
     env: RankEnv, environ: Mapping[str, str] = os.environ, *, use_gpus: bool = True
 ) -> Arrival:
-    """This process's report: one without GPUs where none is to be used."""
+    """This process's report; it has no GPUs where none is to be used."""
     count = torch.cuda.device_count() if use_gpus and torch.cuda.is_available() else 0
     host = socket.gethostname()
     boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
@@ -116,33 +121,27 @@ def complete_envs(arrivals: Sequence[Arrival]) -> list[RankEnv]:
     nodes: dict[str, list[int]] = {}
     for rank, arrival in enumerate(arrivals):
         nodes.setdefault(arrival.machine, []).append(rank)
+    on_node = [nodes[arrival.machine] for arrival in arrivals]
     machines = list(nodes)
-    given = [arrival.env for arrival in arrivals]
-    keeps_local_ranks = all(env.local_rank is not None for env in given)
-    keeps_sizes = all(env.local_world_size is not None for env in given)
-    keeps_node_ranks = all(env.node_rank is not None for env in given)
-    complete = []
-    for rank, arrival in enumerate(arrivals):
-        on_node = nodes[arrival.machine]
-        env = arrival.env
-        local_rank = env.local_rank if keeps_local_ranks else on_node.index(rank)
-        size = env.local_world_size if keeps_sizes else len(on_node)
-        node_rank = env.node_rank if keeps_node_ranks else machines.index(arrival.machine)
-        device_index = env.device_index
-        if device_index is None:
-            assert local_rank is not None
-            assert size is not None
-            device_index = choose_device(local_rank, size, arrival.visible_devices)
-        complete.append(
-            replace(
-                env,
-                local_rank=local_rank,
-                local_world_size=size,
-                node_rank=node_rank,
-                device_index=device_index,
-            )
-        )
-    return complete
+    derived: dict[str, list[Any]] = {
+        "local_rank": [ranks.index(rank) for rank, ranks in enumerate(on_node)],
+        "local_world_size": [len(ranks) for ranks in on_node],
+        "node_rank": [machines.index(arrival.machine) for arrival in arrivals],
+    }
+    envs = [arrival.env for arrival in arrivals]
+    for name, values in derived.items():
+        if None in [getattr(env, name) for env in envs]:
+            envs = [replace(env, **{name: value}) for env, value in zip(envs, values, strict=True)]
+    return [_with_device(*pair) for pair in zip(envs, arrivals, strict=True)]
+
+
+def _with_device(env: RankEnv, arrival: Arrival) -> RankEnv:
+    if env.device_index is not None:
+        return env
+    assert env.local_rank is not None
+    assert env.local_world_size is not None
+    index = choose_device(env.local_rank, env.local_world_size, arrival.visible_devices)
+    return replace(env, device_index=index)
 
 
 def rank_facts(arrival: Arrival, env: RankEnv) -> RankFacts:
@@ -169,19 +168,9 @@ def rank_facts(arrival: Arrival, env: RankEnv) -> RankFacts:
     )
 
 
-def arrival_to_dict(arrival: Arrival) -> dict[str, Any]:
-    """In a form that JSON can carry."""
-    return asdict(arrival)
-
-
 def arrival_from_dict(values: dict[str, Any]) -> Arrival:
-    """What ``arrival_to_dict`` was given, from the other side of JSON, which has no tuples."""
+    """The opposite of ``asdict``, from the other side of JSON, which has no tuples."""
     gpus = [
         Gpu(gpu["name"], gpu["uuid"], tuple(gpu["compute_capability"])) for gpu in values["gpus"]
     ]
     return Arrival(**{**values, "env": RankEnv(**values["env"]), "gpus": tuple(gpus)})
-
-
-def facts_from_dict(values: dict[str, Any]) -> RankFacts:
-    """The opposite of ``asdict``."""
-    return RankFacts(**{**values, "compute_capability": tuple(values["compute_capability"])})

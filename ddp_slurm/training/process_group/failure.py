@@ -16,6 +16,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from types import TracebackType
+from typing import NoReturn
 
 import torch
 from torch import distributed as dist
@@ -29,8 +30,11 @@ from ddp_slurm.training.process_group.peers import (
     Message,
     Peers,
     leaving_key,
+    left_key,
     read_first_failure,
     report_failure,
+    send,
+    wait_for,
 )
 
 REPORT_SECONDS = 10.0
@@ -38,7 +42,7 @@ REPORT_SECONDS = 10.0
 LAST_WORDS_SECONDS = 2.0
 """How long rank 0, whose store carries the messages, stays for the others to read them."""
 LATE_SECONDS = 10.0
-"""How long after one rank has left those that have not are named in the log."""
+"""So long after one rank has left, the log names those that have not."""
 JOIN_SECONDS = 5.0
 LEAST_SILENCE_SECONDS = 20.0
 """A rank that is silent for a shorter time may only be busy."""
@@ -57,7 +61,7 @@ def is_failed_collective(error: BaseException) -> bool:
 
 
 def end_if_terminated() -> None:
-    """After SIGTERM all ranks end: that the others' connections break is no failure to report."""
+    """After SIGTERM all ranks end: broken connections to the others are no failure to report."""
     if has_term():
         os._exit(128 + signal.SIGTERM)
 
@@ -67,9 +71,9 @@ class FailureWatch:
     another rank reports one."""
 
     def __init__(self, peers: Peers, timeout_seconds: float) -> None:
-        """``timeout_seconds``: the longest that a collective may take, for messages."""
+        """``timeout_seconds``: the longest that any collective may take."""
         self.peers = peers
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = timeout_seconds
         self._thread = threading.Thread(
             target=self._watch, name="ddp_slurm failure watch", daemon=True
         )
@@ -97,7 +101,7 @@ class FailureWatch:
         """Before this rank closes its process group, which breaks a collective of the others."""
         self._is_leaving = True
         with self._deadline(1), contextlib.suppress(RuntimeError):
-            self.peers.say_leaving()
+            self.peers.store.set(leaving_key(self.peers.rank), "")
 
     def finish(self) -> None:
         """Stop watching: this rank leaves in order. Its leaving is recorded in the store."""
@@ -107,12 +111,13 @@ class FailureWatch:
         if sys.excepthook == self._on_uncaught:
             sys.excepthook = self._previous_hook
         self._heartbeat.stop(JOIN_SECONDS)
+        store, rank = self.peers.store, self.peers.rank
         # Where rank 0 and its store are gone already the thread sees that itself.
         with contextlib.suppress(RuntimeError):
-            self.peers.say_left()
-            if self.peers.rank != 0:
-                self.peers.send(0, Message("left"))
-            self.peers.send(self.peers.rank, Message("finished"))
+            store.set(left_key(rank), "")
+            if rank != 0:
+                send(store, 0, Message("left"))
+            send(store, rank, Message("finished"))
         self._thread.join(timeout=JOIN_SECONDS)
 
     def report_exit(self, status: object) -> None:
@@ -147,7 +152,7 @@ class FailureWatch:
         self._leaving.acquire()
         with self._deadline(1):
             first = self._settle(Ending(1, self.peers.lost(lost)), is_consequence=False)
-            print_last(f"{self.peers.place}: ends, because {first.text}")
+            print_last(self.peers.ends_because(first.text))
             self._linger()
         os._exit(first.status)
 
@@ -158,19 +163,13 @@ class FailureWatch:
             return
         self._leaving.acquire()
         own = Ending(1, f"{self.peers.place} failed: NCCL reports {error} for a collective")
-        with self._deadline(1):
-            print_last(own.text)
-            first = self._settle(own, is_consequence=True)
-            if first is not own:
-                print_last(f"{self.peers.place}: ends, because {first.text}")
-            self._linger()
-        os._exit(first.status)
+        self._report_and_end(own, own.text, is_consequence=True)
 
     def _end_because_of(self, ending: Ending) -> None:
         self._leaving.acquire()
         if ending.text == self.peers.rank_0_is_gone():
             end_if_terminated()
-        print_last(f"{self.peers.place}: ends, because {ending.text}")
+        print_last(self.peers.ends_because(ending.text))
         with self._deadline(ending.status):
             self._linger()
         os._exit(ending.status)
@@ -185,25 +184,29 @@ class FailureWatch:
             return
         self._leaving.acquire()
         place = self.peers.place
-        full_report = "".join(traceback.format_exception(kind, error, trace))
         own = Ending(1, f"{place} failed: {kind.__name__}: {error}")
-        is_consequence = is_failed_collective(error)
-        if is_consequence:
+        report = "".join(traceback.format_exception(kind, error, trace)) + own.text
+        if is_failed_collective(error):
             end_if_terminated()
+            short = f"{place}: a collective failed: {kind.__name__}: {error}"
+            self._report_and_end(own, short, is_consequence=True, report_of_cause=report)
+        if isinstance(error, DdpSlurmError):
+            own = Ending(error.exit_status, f"{place} failed: {error}")
+            report = own.text
+        self._report_and_end(own, report, is_consequence=False)
+
+    def _report_and_end(
+        self, own: Ending, report: str, *, is_consequence: bool, report_of_cause: str = ""
+    ) -> NoReturn:
+        """Print ``report``, end all ranks, and print why: another rank's failure that was first, or
+        ``report_of_cause`` where this rank's is the cause."""
         with self._deadline(own.status):
-            # The own report comes first: what follows depends on rank 0.
-            if is_consequence:
-                print_last(f"{place}: a collective failed: {kind.__name__}: {error}")
-            elif isinstance(error, DdpSlurmError):
-                own = Ending(error.exit_status, f"{place} failed: {error}")
-                print_last(own.text)
-            else:
-                print_last(full_report + own.text)
+            print_last(report)  # first: what follows depends on rank 0
             first = self._settle(own, is_consequence)
             if first is not own:
-                print_last(f"{place}: ends, because {first.text}")
-            elif is_consequence:
-                print_last(full_report + own.text)
+                print_last(self.peers.ends_because(first.text))
+            elif report_of_cause:
+                print_last(report_of_cause)
             self._linger()
         os._exit(first.status)
 
@@ -226,7 +229,7 @@ class FailureWatch:
         if found.leaving:
             return Ending(
                 1,
-                f"{peers.name(found.leaving)} had left the training in order, while {peers.place} "
+                f"{peers.name(found.leaving)} had left the training normally, while {peers.place} "
                 "still waited in a collective: every rank must take the same number of steps",
             )
         return own
@@ -241,13 +244,14 @@ class FailureWatch:
         with contextlib.suppress(RuntimeError):  # the store is gone, and so are its readers
             peers.store.set(f"ended/{peers.rank}", "")
             if peers.rank == 0:
-                peers.wait([f"ended/{rank}" for rank in peers.others], LAST_WORDS_SECONDS)
+                ended = [f"ended/{rank}" for rank in peers.others]
+                wait_for(peers.store, ended, LAST_WORDS_SECONDS)
 
     def _deadline(self, status: int) -> Deadline:
         reason = self.peers.rank_0_does_not_respond()
         if self.peers.rank == 0:
             reason = f"reporting to the others took longer than {REPORT_SECONDS:.0f} s"
-        return Deadline(REPORT_SECONDS, f"{self.peers.place}: ends, because {reason}", status)
+        return Deadline(REPORT_SECONDS, self.peers.ends_because(reason), status)
 
     def _start_late_timer(self) -> None:
         if self._late_timer is None:
@@ -265,5 +269,5 @@ class FailureWatch:
         print_last(
             f"note: {peers.name(left)} left the training {LATE_SECONDS:.0f} s ago or earlier, "
             f"{peers.name(late)} did not; a collective that waits for the former fails after "
-            f"{self._timeout_seconds:.0f} s"
+            f"{self.timeout_seconds:.0f} s"
         )

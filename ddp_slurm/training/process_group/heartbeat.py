@@ -1,8 +1,9 @@
-"""Every rank shows now and then that it is alive, and sees whether rank 0 and its store are.
+"""Every rank shows at intervals that it is alive, and checks that rank 0 and its store are.
 
 Where a rank is killed, stopped or cut off, NCCL's collectives of the others do not end: the call
 waits in the driver, out of reach of any exception, and torch's own watchdog may wait, too. So a
-thread in every process looks, and ends it. It allows a silence as long as a collective may take.
+thread in every process checks, and ends the process. It allows a silence as long as a collective
+may take.
 """
 
 import threading
@@ -53,10 +54,9 @@ class Heartbeat:
             while not self._stop.wait(pause):
                 self._on_beat()
                 count += 1
-                reason = self._peers.rank_0_does_not_respond()
-                silence = f"{self._peers.place}: ends, because {reason}"
+                silence = self._peers.ends_because(self._peers.rank_0_does_not_respond())
                 with Deadline(self._limit_seconds, silence):
-                    self._peers.store.set(_beat_key(self._peers.rank), str(count))
+                    self._peers.store.set(f"beat/{self._peers.rank}", str(count))
                     lost = self._find_lost()
                 if lost and not self._stop.is_set():
                     self._on_lost(lost)
@@ -66,23 +66,17 @@ class Heartbeat:
 
     def _find_lost(self) -> list[int]:
         now = time.monotonic()
+        store = self._peers.store
         lost = []
         for rank in self._watched:
-            key = _beat_key(rank)
-            beat = self._peers.store.get(key) if self._peers.store.check([key]) else b""
+            key = f"beat/{rank}"
+            beat = store.get(key) if store.check([key]) else b""
             last_beat, since = self._last_beats.setdefault(rank, (beat, now))
             if beat != last_beat:
                 self._last_beats[rank] = (beat, now)
-            elif now - since > self._limit_seconds and not self._has_left(rank):
+            elif now - since > self._limit_seconds and not store.check([left_key(rank)]):
                 lost.append(rank)
         return lost
-
-    def _has_left(self, rank: int) -> bool:
-        return self._peers.store.check([left_key(rank)])
-
-
-def _beat_key(rank: int) -> str:
-    return f"beat/{rank}"
 
 
 def group_error_reader(device: torch.device) -> Callable[[], str | None]:

@@ -10,15 +10,9 @@ import torch.distributed as dist
 from ddp_slurm.rank_env import LaunchError, RankEnv
 from ddp_slurm.training.exchange import broadcast_value
 from ddp_slurm.training.process_group.ending import die_with_torchrun, print_errors_plainly
-from ddp_slurm.training.process_group.facts import (
-    RankFacts,
-    describe_this_rank,
-    facts_from_dict,
-    node_name,
-)
+from ddp_slurm.training.process_group.facts import RankFacts, describe_this_rank, node_name
 from ddp_slurm.training.process_group.rendezvous import Meeting, join_store, meet
 from ddp_slurm.training.process_group.start_group import (
-    Membership,
     set_device,
     start_process_group,
     watch_for_failure,
@@ -84,7 +78,7 @@ def init_distributed(
         control=control,
         ranks=ranks,
         rendezvous_seconds=time.monotonic() - started,
-        _membership=Membership(watch, timeout_seconds),
+        _watch=watch,
     )
     atexit.register(world._leave_at_exit, os.getpid())
     return world
@@ -93,12 +87,12 @@ def init_distributed(
 def _check_joins_once(env: RankEnv) -> None:
     if _joined:
         raise LaunchError(
-            f"rank {env.rank}: init_distributed a second time in this process; use the first one's "
-            "world for all of it"
+            f"rank {env.rank}: init_distributed was called a second time in this process; use the "
+            "world of the first call"
         )
 
 
 def _share_facts(meeting: Meeting, control: dist.ProcessGroup) -> list[RankFacts]:
     # By broadcast and not through the store, which would send it from one socket to each rank.
     rows = broadcast_value([asdict(fact) for fact in meeting.facts], control)
-    return [facts_from_dict(values) for values in rows]
+    return [RankFacts(**values) for values in rows]

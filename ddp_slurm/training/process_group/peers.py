@@ -13,8 +13,8 @@ FOREVER = timedelta(days=365)
 POLL_SECONDS = 0.02
 MOST_NAMES = 8
 ROLL_CALL_SECONDS = 3.0
-"""How long a rank has to answer. One that runs answers within milliseconds, unless a long call
-into C holds Python's interpreter lock."""
+"""How long a rank has to answer. A running one answers within milliseconds, unless a long call into
+C holds Python's interpreter lock."""
 
 
 class Ending(NamedTuple):
@@ -81,9 +81,6 @@ class Peers:
         rest = len(ranks) - MOST_NAMES
         return f"{names} and {rest} more" if rest > 0 else names
 
-    def send(self, rank: int, message: Message) -> None:
-        send(self.store, rank, message)
-
     def receive(self) -> Message:
         """The next message for this rank; waits for it. One thread of a rank calls it.
 
@@ -106,32 +103,23 @@ class Peers:
         """Which ranks have left, and which do not respond. Ranks that call at once share it."""
         if self.store.add(f"roll calls/{name}", 1) == 1:
             for rank in self.others:
-                self.send(rank, Message("roll call", text=name))
+                send(self.store, rank, Message("roll call", text=name))
         present = {rank: _present_key(name, rank) for rank in self.others}
         self.store.set(_present_key(name, self.rank), "")
         gone = self.ranks_with(left_key)
         awaited = [key for rank, key in present.items() if rank not in gone]
-        self.wait(awaited, ROLL_CALL_SECONDS)
+        wait_for(self.store, awaited, ROLL_CALL_SECONDS)
         absent = [rank for rank, key in present.items() if not self.store.check([key])]
         gone = self.ranks_with(left_key)
         leaving = [rank for rank in self.ranks_with(leaving_key) if rank != self.rank]
         return RollCall(leaving, [rank for rank in absent if rank not in gone])
 
-    def wait(self, keys: list[str], seconds: float) -> bool:
-        """Whether all keys exist within so many seconds."""
-        return wait_for(self.store, keys, seconds)
-
-    def say_leaving(self) -> None:
-        """Record that this rank needs the others no more, before it closes its connections."""
-        self.store.set(leaving_key(self.rank), "")
-
-    def say_left(self) -> None:
-        """Record that this rank needs the store no more."""
-        self.store.set(left_key(self.rank), "")
-
     def ranks_with(self, key: Callable[[int], str]) -> list[int]:
         """The ranks whose key exists."""
         return [rank for rank in range(len(self.places)) if self.store.check([key(rank)])]
+
+    def ends_because(self, reason: str) -> str:
+        return f"{self.place}: ends, because {reason}"
 
     def lost(self, ranks: Sequence[int]) -> str:
         return (
@@ -155,8 +143,8 @@ class Peers:
 def wait_for(store: Store, keys: list[str], seconds: float) -> bool:
     """Whether all keys exist within so many seconds.
 
-    By asking again and again: where ``Store.wait`` runs out of time torch prints warnings of its
-    own, which look like the error.
+    By polling: where ``Store.wait`` runs out of time torch prints warnings of its own, which look
+    like the error.
     """
     deadline = time.monotonic() + seconds
     while not store.check(keys):
@@ -177,7 +165,7 @@ def _read_message(value: bytes, key: str) -> Message:
     try:
         kind, status, text = json.loads(value)
     except (TypeError, ValueError):
-        kind, status, text = "", 1, f"the value of {key!r} in rank 0's store is no message"
+        kind, status, text = "", 1, f"the value of {key!r} in rank 0's store is not a message"
     if kind in ("roll call", "left", "finished"):
         return Message(kind, text=str(text))
     return Message("end", *Ending.reported(status, text))
@@ -187,7 +175,7 @@ def _read_ending(value: bytes) -> Ending:
     try:
         return Ending.reported(*json.loads(value))
     except (TypeError, ValueError):
-        return Ending(1, "the value of 'first failure' in rank 0's store is no report")
+        return Ending(1, "the value of 'first failure' in rank 0's store is not a report")
 
 
 def _message_key(rank: int, number: int) -> str:
@@ -199,10 +187,12 @@ def _present_key(roll_call: str, rank: int) -> str:
 
 
 def leaving_key(rank: int) -> str:
+    """Set when the rank no longer needs the others, before it closes its connections."""
     return f"leaving/{rank}"
 
 
 def left_key(rank: int) -> str:
+    """Set when the rank no longer needs the store."""
     return f"left/{rank}"
 
 

@@ -18,15 +18,18 @@ BACKLOG = 1024
 def ports_of(env: RankEnv, secret: Secret) -> list[int]:
     """The port of the environment, and those that all ranks try where it is taken.
 
-    Nobody else can know the latter: they follow from the token. torchrun's agent keeps a store of
-    its own on the first.
+    Nobody else can know the latter: they follow from the token.
     """
-    is_taken_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    ports = [] if is_taken_by_torchrun else [env.master_port]
+    ports = [] if torchrun_has_store() else [env.master_port]
     for number in range(1, PORTS):
         code = secret.code(b"port %d" % number)
         ports.append(FIRST_PORT + int.from_bytes(code[:8], "big") % PORT_COUNT)
     return ports
+
+
+def torchrun_has_store() -> bool:
+    """Whether torchrun's agent keeps a store of its own on the port of the environment."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def serve_store(env: RankEnv, secret: Secret, place: str) -> None:
@@ -73,8 +76,6 @@ def listen(address: str, port: int) -> list[socket.socket]:
 
 
 def _listen_everywhere(port: int) -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True
-        )
-    return socket.create_server(("", port), backlog=BACKLOG)
+    has_both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if has_both else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=BACKLOG, dualstack_ipv6=has_both)

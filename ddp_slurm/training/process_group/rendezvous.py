@@ -19,17 +19,16 @@ from ddp_slurm.training.process_group.facts import (
     Arrival,
     RankFacts,
     arrival_from_dict,
-    arrival_to_dict,
     complete_envs,
     rank_facts,
 )
 from ddp_slurm.training.process_group.failure import LATE_SECONDS, REPORT_SECONDS, FailureWatch
 from ddp_slurm.training.process_group.peers import Ending, Peers, left_key, report_failure, wait_for
 from ddp_slurm.training.process_group.startup_check import find_errors
-from ddp_slurm.training.process_group.store import connect, describe_token, open_store
+from ddp_slurm.training.process_group.store import connect, describe_token
 
 VERDICT_SECONDS = 30.0
-"""Rank 0 waits for the others for so long less than they wait for it, so that its verdict on who is
+"""The others wait for rank 0 so much longer than it waits for them, so that its verdict on who is
 missing still arrives."""
 READ_SECONDS = 5.0
 
@@ -60,20 +59,19 @@ class Verdict(NamedTuple):
 def join_store(arrival: Arrival, seconds: float) -> Store:
     """Connect to rank 0's store, within ``seconds``; rank 0 opens it. Raises LaunchError."""
     env = arrival.env
-    place = place_of(arrival)
     try:
         with _deadline(arrival, seconds):
-            return open_store(env, seconds, place) if env.rank == 0 else connect(env, seconds)
+            return connect(env, seconds, opens_as=arrival.place if env.rank == 0 else None)
     except (OSError, RuntimeError) as error:
         if env.rank == 0:
             raise LaunchError(
-                f"{place}: cannot listen on port {env.master_port} ({error}); another job there? "
-                "Set MASTER_PORT to a free port"
+                f"{arrival.place}: cannot listen on port {env.master_port} ({error}); another job "
+                "there? Set MASTER_PORT to a free port"
             ) from error
         raise LaunchError(
-            f"{place}: no answer from rank 0 at {_address(env)} within {seconds:.0f} s; did rank 0 "
-            f"start, does a firewall let the port through, and does rank 0 have {describe_token()} "
-            f"({error})"
+            f"{arrival.place}: no answer from rank 0 at {_address(env)} within {seconds:.0f} s; "
+            "did rank 0 start, does a firewall let the port through, and does rank 0 have "
+            f"{describe_token()} ({error})"
         ) from error
 
 
@@ -87,30 +85,25 @@ def meet(store: Store, arrival: Arrival, seconds: float) -> Meeting:
     with _deadline(arrival, patience):
         _report_arrival(store, arrival)
         facts = _judge_and_publish(store, env.world_size, seconds) if env.rank == 0 else []
-        verdict = _read_verdict(store, place_of(arrival), patience)
+        verdict = _read_verdict(store, arrival.place, patience)
         if verdict.errors:
             _acknowledge(store, env)
             errors = "\n  ".join(verdict.errors)
             raise LaunchError(f"the world is not the planned one:\n  {errors}")
         if verdict.is_env_derived:
-            env = RankEnv(**json.loads(store.get(_env_key(env.rank))))
+            env = RankEnv(**json.loads(store.get(f"env/{env.rank}")))
         return Meeting(store, env, facts)
 
 
 def _deadline(arrival: Arrival, seconds: float) -> Deadline:
     text = (
-        f"{place_of(arrival)}: rank 0 at {_address(arrival.env)} does not respond; it hangs, or "
+        f"{arrival.place}: rank 0 at {_address(arrival.env)} does not respond; it hangs, or "
         "the link to its host is cut"
     )
     return Deadline(seconds + REPORT_SECONDS, text, LaunchError.exit_status)
 
 
-def place_of(arrival: Arrival) -> str:
-    """``rank 3 on alpha``."""
-    return f"rank {arrival.env.rank} on {arrival.node_name}"
-
-
-def leave(watch: FailureWatch, timeout_seconds: float) -> None:
+def leave(watch: FailureWatch) -> None:
     """Leave in order: rank 0, which holds the store, leaves last.
 
     Rank 0 waits for a rank that is late a little longer than a collective would, and names it.
@@ -118,19 +111,18 @@ def leave(watch: FailureWatch, timeout_seconds: float) -> None:
     """
     peers = watch.peers
     if peers.rank == 0:
-        peers.say_left()
-        _wait_for_late_ranks(peers, timeout_seconds)
+        peers.store.set(left_key(0), "")
+        _wait_for_late_ranks(peers, watch.timeout_seconds)
         watch.finish()  # only now: a rank that fails while rank 0 waits for it ends rank 0 too
         return
-    silence = f"{peers.place}: ends, because {peers.rank_0_does_not_respond()}"
-    with Deadline(REPORT_SECONDS, silence):
+    with Deadline(REPORT_SECONDS, peers.ends_because(peers.rank_0_does_not_respond())):
         watch.finish()
 
 
 def _wait_for_late_ranks(peers: Peers, timeout_seconds: float) -> None:
     keys = [left_key(rank) for rank in peers.others]
     first_wait = min(LATE_SECONDS, timeout_seconds)
-    if peers.wait(keys, first_wait):
+    if wait_for(peers.store, keys, first_wait):
         return
     found = peers.call_roll("leaving")
     if found.lost:
@@ -144,7 +136,7 @@ def _wait_for_late_ranks(peers: Peers, timeout_seconds: float) -> None:
     print_last(
         f"note: {peers.place} has finished and waits for {peers.name(late)}, {rest:.0f} s at most"
     )
-    if not peers.wait(keys, rest):
+    if not wait_for(peers.store, keys, rest):
         print_last(f"note: {peers.place} ends without waiting any longer")
 
 
@@ -156,23 +148,14 @@ def _report_arrival(store: Store, arrival: Arrival) -> None:
     rank = arrival.env.rank
     if store.add(f"arrived/{rank}", 1) > 1:
         text = (
-            f"{place_of(arrival)}: another process has this rank already; expected one process a "
-            "rank"
+            f"{arrival.place}: another process has this rank already; expected one process a rank"
         )
         _publish(store, Verdict([text]))
         # The world may have met already, without this process.
         ending = Ending(LaunchError.exit_status, text)
         report_failure(store, rank, arrival.env.world_size, ending)
         raise LaunchError(text)
-    store.set(_arrival_key(rank), json.dumps(arrival_to_dict(arrival)))
-
-
-def _arrival_key(rank: int) -> str:
-    return f"arrival/{rank}"
-
-
-def _env_key(rank: int) -> str:
-    return f"env/{rank}"
+    store.set(f"arrival/{rank}", json.dumps(asdict(arrival)))
 
 
 def _judge_and_publish(store: Store, world_size: int, seconds: float) -> list[RankFacts]:
@@ -180,7 +163,7 @@ def _judge_and_publish(store: Store, world_size: int, seconds: float) -> list[Ra
 
     Returns the facts of all ranks; of a world that has not met, none.
     """
-    keys = [_arrival_key(rank) for rank in range(world_size)]
+    keys = [f"arrival/{rank}" for rank in range(world_size)]
     if not wait_for(store, keys, seconds):
         _publish(store, Verdict([_missing_ranks(store, keys, seconds)]))
         return []
@@ -189,7 +172,7 @@ def _judge_and_publish(store: Store, world_size: int, seconds: float) -> list[Ra
     is_env_derived = envs != [arrival.env for arrival in arrivals]
     if is_env_derived:
         for env in envs:
-            store.set(_env_key(env.rank), json.dumps(asdict(env)))
+            store.set(f"env/{env.rank}", json.dumps(asdict(env)))
     facts = [rank_facts(arrival, env) for arrival, env in zip(arrivals, envs, strict=True)]
     _publish(store, Verdict(find_errors(facts), is_env_derived))
     return facts
@@ -200,13 +183,9 @@ def _read_arrival(store: Store, key: str) -> Arrival:
 
 
 def _missing_ranks(store: Store, keys: Sequence[str], seconds: float) -> str:
-    present = [store.check([key]) for key in keys]
-    missing = [rank for rank, is_present in enumerate(present) if not is_present]
-    arrived = [
-        place_of(_read_arrival(store, key))
-        for key, is_present in zip(keys, present, strict=True)
-        if is_present
-    ]
+    present = [rank for rank, key in enumerate(keys) if store.check([key])]
+    missing = sorted(set(range(len(keys))).difference(present))
+    arrived = [_read_arrival(store, keys[rank]).place for rank in present]
     return (
         f"expected {len(keys)} ranks within {seconds:.0f} s, found {len(arrived)}: "
         f"{', '.join(arrived)}; missing: {missing}"
@@ -227,15 +206,11 @@ def _read_verdict(store: Store, place: str, seconds: float) -> Verdict:
 
 
 def _acknowledge(store: Store, env: RankEnv) -> None:
-    """Rank 0 holds the store: it stays until the others have read the verdict, for some seconds."""
+    """Rank 0, which holds the store, stays some seconds for the others to read the verdict."""
     try:
-        store.set(_read_key(env.rank), "")
+        store.set(f"read/{env.rank}", "")
         if env.rank == 0:
-            keys = [_read_key(rank) for rank in range(env.world_size)]
+            keys = [f"read/{rank}" for rank in range(env.world_size)]
             wait_for(store, keys, READ_SECONDS)
     except RuntimeError:
-        return  # the store is gone, so everybody has read
-
-
-def _read_key(rank: int) -> str:
-    return f"read/{rank}"
+        return  # the store is gone, so everybody has read it

@@ -65,7 +65,7 @@ class Seal:
 
 
 class ServerSide:
-    """Rank 0's end of the greeting. It answers only who greets it."""
+    """Rank 0's end of the greeting. It answers only those who greet it."""
 
     def __init__(self, secret: Secret) -> None:
         self._secret = secret

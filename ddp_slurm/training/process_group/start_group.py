@@ -1,6 +1,5 @@
 """What a rank starts when all have met: the watch for failures, its device, the process group."""
 
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -10,29 +9,20 @@ from ddp_slurm.rank_env import RankEnv
 from ddp_slurm.training.process_group.facts import Arrival
 from ddp_slurm.training.process_group.failure import FailureWatch
 from ddp_slurm.training.process_group.peers import Peers
-from ddp_slurm.training.process_group.rendezvous import Meeting, place_of
+from ddp_slurm.training.process_group.rendezvous import Meeting
 from ddp_slurm.training.process_group.store import connect_again, group_store
-
-
-@dataclass(frozen=True)
-class Membership:
-    """What this rank needs to leave its world."""
-
-    watch: FailureWatch | None
-    """None in a world of one rank."""
-    timeout_seconds: float
-    """The longest that any collective may take; rank 0 waits a little longer for a late rank."""
 
 
 def watch_for_failure(
     meeting: Meeting, arrival: Arrival, rendezvous_seconds: float, timeout_seconds: float
 ) -> FailureWatch | None:
+    """None in a world of one rank."""
     env = meeting.env
     if env.world_size == 1:
         return None
     places = [f"rank {rank}" for rank in range(env.world_size)]
     places[0] = f"rank 0 on {env.master_addr}"
-    places[env.rank] = place_of(arrival)
+    places[env.rank] = arrival.place
     waiting_store = connect_again(meeting.store, env, rendezvous_seconds)
     watch = FailureWatch(Peers(env.rank, places, meeting.store, waiting_store), timeout_seconds)
     watch.start()

@@ -25,7 +25,7 @@ def is_loopback(address: str) -> bool:
 
 
 def check_launch(env: RankEnv, environ: Mapping[str, str] = os.environ) -> None:
-    """What a rank can see wrong alone, before it looks for the others. Raises LaunchError."""
+    """What a rank can find wrong by itself, before it looks for the others. Raises LaunchError."""
     place = f"rank {env.rank} on {node_name(environ)}"
     expected = JobEnv.from_environ(environ).world_size
     if expected not in (None, env.world_size):

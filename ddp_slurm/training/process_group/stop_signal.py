@@ -10,7 +10,7 @@ from ddp_slurm.term_signal import TermWatch
 
 _received: list[int] = []
 """Of the process, not of a world: the signal may come before its world has met. A list and not an
-Event, whose lock a handler that interrupts itself would wait for without end."""
+Event, whose lock a handler that interrupts itself would wait for forever."""
 
 
 def catch_stop_signal() -> None:

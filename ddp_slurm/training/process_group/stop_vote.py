@@ -1,5 +1,5 @@
-"""All ranks stop after the same step, though a signal reaches each at another moment, or only some
-of them."""
+"""All ranks stop after the same step, though a signal reaches them at different moments, or only
+some of them."""
 
 import torch
 import torch.distributed as dist

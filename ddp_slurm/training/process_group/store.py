@@ -1,4 +1,4 @@
-"""Rank 0's store: with a token only this job's processes reach it, without one everybody who
+"""Rank 0's store: with a token only this job's processes can use it, without one anybody who
 reaches the port."""
 
 import json
@@ -11,30 +11,33 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from ddp_slurm import job_env
 from ddp_slurm.job_env import JobEnv
 from ddp_slurm.rank_env import RankEnv
-from ddp_slurm.training.process_group.port import ports_of, serve_store
+from ddp_slurm.training.process_group.port import ports_of, serve_store, torchrun_has_store
 from ddp_slurm.training.process_group.sealed import Secret
 from ddp_slurm.training.process_group.token_store import TokenStore
 
 
-def open_store(env: RankEnv, seconds: float, place: str) -> Store:
-    """On rank 0, ``place`` in messages: open the store and connect to it, as ``connect`` does.
+def connect(env: RankEnv, seconds: float, opens_as: str | None = None) -> Store:
+    """A connection to rank 0's store.
 
-    Raises OSError or RuntimeError where no port is free.
+    Args:
+        seconds: the longest that connecting may take.
+        opens_as: on rank 0, which opens the store first, its name in messages.
+
+    Raises RuntimeError without a connection in time, and OSError too where no port is free.
     """
     secret = _secret()
     if secret is not None:
-        serve_store(env, secret, place)
-        return connect(env, seconds)
-    torchrun_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return _open_store(env, seconds, serve=not torchrun_serves)
-
-
-def connect(env: RankEnv, seconds: float) -> Store:
-    """A connection to rank 0's store. Raises RuntimeError without one within ``seconds``."""
-    secret = _secret()
-    if secret is not None:
+        if opens_as is not None:
+            serve_store(env, secret, opens_as)
         return TokenStore(env.master_addr, ports_of(env, secret), secret, seconds)
-    return _open_store(env, seconds, serve=False)
+    store = TCPStore(
+        env.master_addr,
+        env.master_port,
+        is_master=opens_as is not None and not torchrun_has_store(),
+        timeout=timedelta(seconds=seconds),
+        wait_for_workers=False,
+    )
+    return PrefixStore(_world_name(), store)
 
 
 def connect_again(store: Store, env: RankEnv, seconds: float) -> Store:
@@ -80,14 +83,3 @@ def _world_name() -> str:
     job = os.environ.get(name, "")
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"ddp_slurm/{job}/{restart}"
-
-
-def _open_store(env: RankEnv, seconds: float, *, serve: bool) -> Store:
-    store = TCPStore(
-        env.master_addr,
-        env.master_port,
-        is_master=serve,
-        timeout=timedelta(seconds=seconds),
-        wait_for_workers=False,
-    )
-    return PrefixStore(_world_name(), store)

@@ -30,7 +30,7 @@ from ddp_slurm.training.process_group.values import Values
 GREETING_SECONDS = 10.0
 """How long a connection may be silent before it has proven that it knows the token."""
 MOST_STRANGERS = 128
-"""So many connections may be about to prove it; the oldest one gives way to the next."""
+"""The most connections that have yet to prove it; the oldest one gives way to the next."""
 SWEEP_SECONDS = 0.2
 REPORT_SECONDS = 60.0
 CHUNK_BYTES = 1 << 18
@@ -109,10 +109,9 @@ class StoreServer:
         for listener in listeners:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ, None)
-        self._thread = threading.Thread(target=self._run, name="ddp_slurm store", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        threading.Thread(target=self._run, name="ddp_slurm store", daemon=True).start()
 
     def _run(self) -> None:
         next_sweep = 0.0

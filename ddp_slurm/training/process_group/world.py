@@ -23,8 +23,8 @@ from ddp_slurm.training.measure.shares import shares_by_measuring
 from ddp_slurm.training.memory.micro_batch import find_micro_batch
 from ddp_slurm.training.process_group.ending import let_gloo_rest
 from ddp_slurm.training.process_group.facts import RankFacts
+from ddp_slurm.training.process_group.failure import FailureWatch
 from ddp_slurm.training.process_group.rendezvous import leave
-from ddp_slurm.training.process_group.start_group import Membership
 from ddp_slurm.training.process_group.stop_signal import ignore_stop_signal, is_stop_requested
 from ddp_slurm.training.uneven.calibrate import TrainingStep
 from ddp_slurm.training.uneven.gradients import wrap_model
@@ -47,7 +47,9 @@ class World:
     """The facts of every rank, in rank order."""
     rendezvous_seconds: float
     """What ``init_distributed`` took on this rank."""
-    _membership: Membership | None = field(default=None, repr=False)
+    _watch: FailureWatch | None = field(default=None, repr=False)
+    """None in a world of one rank."""
+    _is_open: bool = field(default=True, repr=False)
     local_steps: list[LocalSteps] = field(default_factory=list, repr=False)
     """Of the models that ``wrap`` has given them."""
     _is_wrapped: bool = field(default=False, repr=False)
@@ -157,24 +159,22 @@ class World:
         self._is_wrapped = True
         ddp = wrap_model(model, self.device, JobEnv.from_environ().bucket_bytes)
         if self.world_size > 1:
-            local = attach(self._links(), ddp, optimizer, shares, compute_seconds)
+            assert self._watch is not None
+            links = Links(
+                layout=Layout.of([fact.node_rank for fact in self.ranks]),
+                device=self.device,
+                comm=JobEnv.from_environ().comm or EXACT,
+                timeout_seconds=self._watch.timeout_seconds,
+                control=self.control,
+            )
+            local = attach(links, ddp, optimizer, shares, compute_seconds)
             self.local_steps += [local] if local else []
         return ddp
-
-    def _links(self) -> Links:
-        assert self._membership is not None
-        return Links(
-            layout=Layout.of([fact.node_rank for fact in self.ranks]),
-            device=self.device,
-            comm=JobEnv.from_environ().comm or EXACT,
-            timeout_seconds=self._membership.timeout_seconds,
-            control=self.control,
-        )
 
     def average(self) -> None:
         """Before an evaluation, before saving, and at the end: all ranks get the same parameters.
 
-        All ranks call it. Under another ``--comm`` than local steps they have them anyway.
+        All ranks call it. Without local steps (``--comm``) they have them anyway.
         """
         for local in self.local_steps:
             local.average()
@@ -187,17 +187,17 @@ class World:
 
     def close(self) -> None:
         """Leave in order: rank 0, which holds the store, leaves last."""
-        membership, self._membership = self._membership, None
-        if membership is None:
+        if not self._is_open:
             return
+        self._is_open = False
         if self.rank == 0 and self.world_size > 1:
             warn_at_end(self._is_wrapped, self.local_steps)
-        if membership.watch is not None:
-            membership.watch.announce_leaving()
+        if self._watch is not None:
+            self._watch.announce_leaving()
         if dist.is_initialized():
             dist.destroy_process_group()
-        if membership.watch is not None:
-            leave(membership.watch, membership.timeout_seconds)
+        if self._watch is not None:
+            leave(self._watch)
 
     def __enter__(self) -> "World":
         return self
@@ -208,23 +208,19 @@ class World:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None:
-            self.close()
-        elif isinstance(error, SystemExit):
-            self._exit(error.code)
-
-    def _exit(self, status: object) -> None:
-        """``sys.exit(status)`` inside the world."""
+        if error is not None and not isinstance(error, SystemExit):
+            return
+        status = None if error is None else error.code
         if not status:
             self.close()
-            return
-        membership, self._membership = self._membership, None
-        if membership is not None and membership.watch is not None:
-            membership.watch.report_exit(status)
+        elif self._is_open:
+            self._is_open = False
+            if self._watch is not None:
+                self._watch.report_exit(status)
 
     def _leave_at_exit(self, process: int) -> None:
-        """Leave where the script ends without ``close``: no thread, NCCL's neither, may be inside
-        the store when the interpreter ends, it would abort (pytorch issue 38228)."""
+        """Leave where the script ends without ``close``: no thread, not even NCCL's, may be inside
+        the store when the interpreter ends, which would abort (pytorch issue 38228)."""
         if os.getpid() == process:
             self.close()
             let_gloo_rest()

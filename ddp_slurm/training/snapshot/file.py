@@ -83,10 +83,12 @@ def read_snapshot(path: Path, data: bytes) -> dict[str, Any]:
         content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many types for a foreign pickle; all mean: not ours
         raise SnapshotError(
-            f"{path} is no snapshot of ddp_slurm ({type(error).__name__})"
+            f"{path} is not a snapshot of ddp_slurm ({type(error).__name__})"
         ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise SnapshotError(f"{path} is no snapshot of ddp_slurm (a torch file of another program)")
+        raise SnapshotError(
+            f"{path} is not a snapshot of ddp_slurm (a torch file of another program)"
+        )
     version = content.get("version")
     if version not in (1, VERSION):
         raise SnapshotError(

@@ -45,7 +45,9 @@ def lock_run(path: Path) -> str | None:
     except SnapshotError:
         os.close(descriptor)
         raise
-    entry = f"{_own_job()}, {_own_process()}".encode()
+    since = datetime.now().isoformat(timespec="seconds")
+    process = f"host {socket.gethostname()}, process {os.getpid()}, since {since}"
+    entry = f"{_own_job()}, {process}".encode()
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, entry, 0)
     _held[key] = (descriptor, entry)
@@ -106,8 +108,3 @@ def _lock_file(path: Path) -> Path:
 def _own_job() -> str:
     job = os.environ.get("SLURM_JOB_ID")
     return f"job {job}" if job else "no Slurm job"
-
-
-def _own_process() -> str:
-    since = datetime.now().isoformat(timespec="seconds")
-    return f"host {socket.gethostname()}, process {os.getpid()}, since {since}"

@@ -16,7 +16,10 @@ def plain(value: Any, where: str) -> Any:
     Raises SnapshotError, with the place in it, for anything else.
     """
     if isinstance(value, dict):
-        return _plain_dict(value, where)
+        return {
+            plain(key, f"key of {where}"): plain(item, f"{where}[{key!r}]")
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         items = [plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
@@ -34,13 +37,6 @@ def plain(value: Any, where: str) -> Any:
         f"a snapshot cannot hold {where}: {type(value).__name__}; expected tensors, numbers, "
         "strings, dicts, lists and tuples"
     )
-
-
-def _plain_dict(value: dict[Any, Any], where: str) -> dict[Any, Any]:
-    result = {}
-    for key, item in value.items():
-        result[plain(key, f"key of {where}")] = plain(item, f"{where}[{key!r}]")
-    return result
 
 
 def tensor_bytes(value: Any) -> int:

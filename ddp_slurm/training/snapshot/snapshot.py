@@ -11,14 +11,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from ddp_slurm.training.exchange import broadcast_value
 from ddp_slurm.training.snapshot.errors import SnapshotError
 from ddp_slurm.training.snapshot.file import read_snapshot, write_snapshot
 from ddp_slurm.training.snapshot.lock import check_still_locked, lock_run
 from ddp_slurm.training.snapshot.plain import plain, tensor_bytes
 
 CHUNK_BYTES = 256 * 1024**2
-NO_SNAPSHOT, STATE, ERROR = 0, 1, 2
-"""What rank 0 sends."""
 
 
 class Snapshot:
@@ -121,28 +120,29 @@ class Snapshot:
             return None if found is None else found[1]
         if self._group is None and dist.get_backend() == "nccl":  # it sends GPU memory only
             self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
-        if _rank(self._group) == 0:
-            return self._read_and_send()
-        kind, data = _receive(self._group)
-        if kind == ERROR:
-            raise SnapshotError(data.decode())
-        if kind == NO_SNAPSHOT:
+        group = self._group or dist.group.WORLD
+        assert group is not None
+        found, message = None, None
+        if _rank(group) == 0:
+            try:
+                found = self._read()
+            except SnapshotError as error:
+                message = str(error)
+        size, message = broadcast_value((found and len(found[0]), message), group)
+        if message is not None:
+            raise SnapshotError(message)
+        if size is None:
             return None
-        content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        state: dict[str, Any] = content["state"]
-        return state
-
-    def _read_and_send(self) -> dict[str, Any] | None:
-        try:
-            found = self._read()
-        except SnapshotError as error:
-            _send(ERROR, str(error).encode(), self._group)
-            raise
         if found is None:
-            _send(NO_SNAPSHOT, b"", self._group)
-            return None
-        data, state = found
-        _send(STATE, data, self._group)
+            content = torch.empty(size, dtype=torch.uint8)
+        else:
+            content = torch.frombuffer(bytearray(found[0]), dtype=torch.uint8)
+        for chunk in torch.split(content, CHUNK_BYTES):
+            dist.broadcast(chunk, src=0, group=group)
+        if found is not None:
+            return found[1]
+        file = io.BytesIO(content.numpy().tobytes())
+        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)["state"]
         return state
 
     def _read(self) -> tuple[bytes, dict[str, Any]] | None:
@@ -217,23 +217,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _send(kind: int, data: bytes, group: dist.ProcessGroup | None) -> None:
-    dist.broadcast(torch.tensor([kind, len(data)], dtype=torch.int64), src=0, group=group)
-    if data:
-        _broadcast_in_chunks(torch.frombuffer(bytearray(data), dtype=torch.uint8), group)
-
-
-def _receive(group: dist.ProcessGroup | None) -> tuple[int, bytes]:
-    header = torch.zeros(2, dtype=torch.int64)
-    dist.broadcast(header, src=0, group=group)
-    kind, size = header.tolist()
-    buffer = torch.empty(size, dtype=torch.uint8)
-    _broadcast_in_chunks(buffer, group)
-    return kind, buffer.numpy().tobytes()
-
-
-def _broadcast_in_chunks(buffer: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    for start in range(0, len(buffer), CHUNK_BYTES):
-        dist.broadcast(buffer[start : start + CHUNK_BYTES], src=0, group=group)
