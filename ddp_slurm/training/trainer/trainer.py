@@ -13,7 +13,7 @@ from ddp_slurm.comm import EXACT
 from ddp_slurm.console import show
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.job_env import JobEnv
-from ddp_slurm.training.data import Batch, DataError, Source, as_source
+from ddp_slurm.training.data import Batch, DataError, DatasetSource, Source, as_source
 from ddp_slurm.training.process_group import World
 from ddp_slurm.training.process_group.stop_signal import stop_when_preempted
 from ddp_slurm.training.process_group.stop_vote import StopVote
@@ -161,6 +161,7 @@ class Trainer:
         source = self.eval_data if data is None else as_source(data, self.world.device)
         if source is None:
             raise DataError("nothing to evaluate: the Trainer was given no eval_data")
+        self._share_workers(source)
         self.world.average()
         self.batchnorm.synchronize()
         metrics = evaluate(
@@ -242,8 +243,15 @@ class Trainer:
 
     def _batches(self, first: int) -> Iterator[Batch]:
         """This rank's batches of the epoch, from a step on."""
+        self._share_workers(self.train_data)
         spans = [self.sampler.span(step) for step in range(first, len(self.sampler))]
         return self.train_data.batches(self.sampler.order(), spans, self.epoch)
+
+    def _share_workers(self, source: Source) -> None:
+        """Let a source have as many loader workers as this rank's share of the batch needs."""
+        if isinstance(source, DatasetSource):
+            shares = self.sampler.shares
+            source.relative_share = shares[self.world.rank] * len(shares) / sum(shares)
 
     def _train_step(self, index: int, inputs: Tensor, targets: Tensor) -> None:
         counts = self.sampler.rank_samples(index)
