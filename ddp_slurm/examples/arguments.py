@@ -5,11 +5,11 @@ import math
 import re
 from collections.abc import Callable
 
+from ddp_slurm.console import show
 from ddp_slurm.job_env import JobEnv
 from ddp_slurm.training import Snapshot, TrainerConfig, World
 from ddp_slurm.training.trainer import Result
 from ddp_slurm.training.trainer.precision import PRECISIONS
-from ddp_slurm.training.trainer.report import say
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, default_lr: float) -> None:
@@ -118,4 +118,4 @@ def print_result(world: World, result: Result) -> None:
     """The last line of a finished training, on rank 0."""
     if world.rank == 0 and result.finished:
         loss, accuracy = result.metrics["loss"], result.metrics["accuracy"]
-        say(f"finished: step {result.step}, loss {loss:.4f}, accuracy {accuracy:.4f}")
+        show(f"finished: step {result.step}, loss {loss:.4f}, accuracy {accuracy:.4f}")

@@ -56,9 +56,7 @@ class CifarResNet(nn.Module):
         classes: outputs.
     """
 
-    def __init__(
-        self, blocks: tuple[int, ...] = (1, 1, 1), width: int = 16, classes: int = 10
-    ) -> None:
+    def __init__(self, blocks: tuple[int, ...], width: int, classes: int = 10) -> None:
         super().__init__()
         self.stem = nn.Sequential(
             nn.Conv2d(3, width, 3, padding=1, bias=False),

@@ -21,7 +21,6 @@ from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.parent import die_with_parent
 from ddp_slurm.training.uneven.sampler import emptied, seed_of
 
-SHIFT_PIXELS = 4
 SAVING_SECONDS = 60
 """How long a loader worker outlives SIGTERM; Slurm itself ends it after KillWait."""
 
@@ -172,13 +171,21 @@ def as_source(data: Any, device: torch.device) -> Source:
 
     Raises DataError for an IterableDataset and for a DataLoader with its own sampler.
     """
-    if isinstance(data, DataLoader):
-        return _source_of_loader(data, device)
     if hasattr(data, "batches"):
         source: Source = data
         return source
-    _check_map_style(data)
-    return DatasetSource(data, device)
+    if not isinstance(data, DataLoader):
+        _check_map_style(data)
+        return DatasetSource(data, device)
+    _check_map_style(data.dataset)
+    own = _own_sampler(data)
+    if own is not None:
+        raise DataError(
+            f"a DataLoader with its own {own}: the Trainer decides which rank takes which sample. "
+            "Pass the data set, or a DataLoader without it"
+        )
+    collate = data.collate_fn if data.batch_size is not None else default_collate
+    return DatasetSource(data.dataset, device, workers=data.num_workers, collate=collate)
 
 
 def _check_map_style(data: Any) -> None:
@@ -188,18 +195,6 @@ def _check_map_style(data: Any) -> None:
             f"a {type(data).__name__} can only be iterated; the Trainer needs __len__ and "
             "__getitem__. For a stream write your own loop with BalancedIterable"
         )
-
-
-def _source_of_loader(loader: DataLoader[Any], device: torch.device) -> Source:
-    _check_map_style(loader.dataset)
-    own = _own_sampler(loader)
-    if own is not None:
-        raise DataError(
-            f"a DataLoader with its own {own}: the Trainer decides which rank takes which sample. "
-            "Pass the data set, or a DataLoader without it"
-        )
-    collate = loader.collate_fn if loader.batch_size is not None else default_collate
-    return DatasetSource(loader.dataset, device, workers=loader.num_workers, collate=collate)
 
 
 def _own_sampler(loader: DataLoader[Any]) -> str | None:

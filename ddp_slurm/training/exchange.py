@@ -19,10 +19,10 @@ def all_gather_values(value: Any, group: dist.ProcessGroup) -> list[Any]:
             arrive on the CPU.
         group: a gloo group; all of its ranks call it.
     """
-    own, size = _padded(value, group)
-    rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    own, sizes = _padded(value, group)
+    rows = [torch.empty_like(own) for _ in sizes]
     dist.all_gather(rows, own, group=group)
-    return _all_decoded(rows, size)
+    return [_decoded(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
 
 def gather_values(value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -30,12 +30,10 @@ def gather_values(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
     Arguments as of ``all_gather_values``.
     """
-    own, size = _padded(value, group)
-    rows = None
-    if dist.get_rank(group) == 0:
-        rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    own, sizes = _padded(value, group)
+    rows = [torch.empty_like(own) for _ in sizes] if dist.get_rank(group) == 0 else None
     dist.gather(own, rows, dst=0, group=group)
-    return _all_decoded(rows or [], size)
+    return [_decoded(row[:size]) for row, size in zip(rows or [], sizes, strict=False)]
 
 
 def broadcast_value(value: Any, group: dist.ProcessGroup) -> Any:
@@ -58,10 +56,6 @@ def _padded(value: Any, group: dist.ProcessGroup) -> tuple[Tensor, list[int]]:
     dist.all_gather(sizes, size, group=group)
     lengths = [int(each) for each in sizes]
     return torch.nn.functional.pad(own, (0, max(lengths) - len(own))), lengths
-
-
-def _all_decoded(rows: list[Tensor], sizes: list[int]) -> list[Any]:
-    return [_decoded(row[: sizes[rank]]) for rank, row in enumerate(rows)]
 
 
 def _encoded(value: Any) -> Tensor:
@@ -89,7 +83,8 @@ def _to_json(value: Any) -> Any:
         return {"dict": [[_to_json(key), _to_json(item)] for key, item in value.items()]}
     if isinstance(value, Tensor):
         return {"tensor": _tensor_to_json(value)}
-    raise TypeError(f"ranks exchange no {type(value).__name__}; expected JSON's types or tensors")
+    name = type(value).__name__
+    raise TypeError(f"ranks cannot exchange a {name}; expected JSON's types or tensors")
 
 
 def _from_json(found: Any) -> Any:

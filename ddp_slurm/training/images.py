@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -98,15 +97,6 @@ class ResidentImages(_Images):
             yield self._normalised(images), self.labels[chosen]
 
 
-@dataclass(frozen=True)
-class _Loaded:
-    """The samples of a batch in memory that the device can copy by itself."""
-
-    images: Tensor
-    labels: Tensor
-    moves: Tensor | None
-
-
 class StreamedImages(_Images):
     """uint8 images that do not fit on the device: the same batches as those of ResidentImages.
 
@@ -119,18 +109,20 @@ class StreamedImages(_Images):
     """
 
     def batches(self, order: Tensor, spans: Sequence[Span], epoch: int) -> Iterator[Batch]:
-        moves = self._moves(epoch) if self.augment else None
-        coming: deque[Future[_Loaded]] = deque()
+        sources = [self.images, self.labels]
+        if self.augment:
+            sources.append(self._moves(epoch))
+        coming: deque[Future[list[Tensor]]] = deque()
         rest = iter(spans)
         pool = ThreadPoolExecutor(PREFETCH, initializer=self._use_device)
         try:
             for start, stop in islice(rest, PREFETCH):
-                coming.append(pool.submit(self._load, order[start:stop], moves))
+                coming.append(pool.submit(self._gathered, sources, order[start:stop]))
             while coming:
-                loaded = coming.popleft().result()
+                gathered = coming.popleft().result()
                 for start, stop in islice(rest, 1):
-                    coming.append(pool.submit(self._load, order[start:stop], moves))
-                yield self._on_device(loaded)
+                    coming.append(pool.submit(self._gathered, sources, order[start:stop]))
+                yield self._on_device(gathered)
         finally:  # also where the epoch is left early
             pool.shutdown(cancel_futures=True)
 
@@ -139,24 +131,20 @@ class StreamedImages(_Images):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
-    def _load(self, chosen: Tensor, moves: Tensor | None) -> _Loaded:
-        return _Loaded(
-            self._gathered(self.images, chosen),
-            self._gathered(self.labels, chosen),
-            None if moves is None else self._gathered(moves, chosen),
-        )
+    def _gathered(self, sources: Sequence[Tensor], chosen: Tensor) -> list[Tensor]:
+        """The chosen rows of each source in memory that the device can copy by itself."""
+        parts = []
+        for source in sources:
+            shape = (len(chosen), *source.shape[1:])
+            rows = torch.empty(shape, dtype=source.dtype, pin_memory=self.device.type == "cuda")
+            parts.append(torch.index_select(source, 0, chosen, out=rows))
+        return parts
 
-    def _gathered(self, source: Tensor, chosen: Tensor) -> Tensor:
-        shape = (len(chosen), *source.shape[1:])
-        rows = torch.empty(shape, dtype=source.dtype, pin_memory=self.device.type == "cuda")
-        return torch.index_select(source, 0, chosen, out=rows)
-
-    def _on_device(self, loaded: _Loaded) -> Batch:
-        images = loaded.images.to(self.device, non_blocking=True)
-        if loaded.moves is not None:
-            moves = loaded.moves.to(self.device, non_blocking=True)
-            images = moved(images, torch.arange(len(images), device=self.device), moves)
-        return self._normalised(images), loaded.labels.to(self.device, non_blocking=True)
+    def _on_device(self, gathered: Sequence[Tensor]) -> Batch:
+        images, labels, *moves = (part.to(self.device, non_blocking=True) for part in gathered)
+        if moves:
+            images = moved(images, torch.arange(len(images), device=self.device), moves[0])
+        return self._normalised(images), labels
 
 
 def moved(images: Tensor, chosen: Tensor, moves: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """``python -m ddp_slurm.training.proof``: each rank's card computes, all ranks reduce.
 
 Run by ``ddp-slurm cluster install --python`` and ``ddp-slurm doctor --via srun`` as one step over
-all nodes. Prints a line a rank and the bandwidth of an all-reduce. Exit status 1 where a card
-computes nothing, or a rank sees none: then the all-reduce is gloo's, and the network is proved.
+all nodes. Prints a line for each rank and the bandwidth of an all-reduce. Exit status 1 where a
+card computes nothing, or a rank sees none: then the all-reduce, by gloo, checks the network alone.
 """
 
 import sys
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.training.exchange import all_gather_values
 from ddp_slurm.training.process_group import World, init_distributed
+from ddp_slurm.training.uneven.calibrate import wait_for_device
 
 COMPUTES = " computes"
 NO_GPU = "no GPU: torch sees none"
@@ -81,8 +82,7 @@ def _bus_bandwidth(world: World) -> float:
         dist.barrier(group=world.control)
         start = time.perf_counter()
         dist.all_reduce(data)
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)
+        wait_for_device(world.device)
         fastest = min(fastest, time.perf_counter() - start)
     return size * 2 * (world.world_size - 1) / world.world_size / fastest
 

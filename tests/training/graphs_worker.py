@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ddp_slurm.training.graphs import capture, choice, python_side
+from ddp_slurm.training.graphs import capture, choice, compute
 from ddp_slurm.training.trainer import step
 
 from .trainer_worker import Report, Run, train
@@ -58,11 +58,11 @@ def pretend(stand: Stand) -> Calls:
         yield ["model.py:7"] if stand.waits else []
 
     capture.captured = captured
-    capture.new_pool = object
+    compute.torch.cuda.graph_pool_handle = object
     capture.watch_for_waiting = watch
     step.reason_of_device = lambda device: None
     if stand.has_dropout:
-        python_side.CpuRandomness.was_drawn = lambda self: False  # type: ignore[method-assign]
+        compute.cpu_random_state = dict
     if stand.seconds:
         _pretend_time(*stand.seconds)
     return calls

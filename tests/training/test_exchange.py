@@ -42,7 +42,7 @@ def test_exchanged_value_arrives_unchanged(value: Any) -> None:
 
 
 def test_object_is_not_exchanged() -> None:
-    with pytest.raises(TypeError, match="ranks exchange no PosixPath"):
+    with pytest.raises(TypeError, match="ranks cannot exchange a PosixPath"):
         exchange._encoded([Path("/")])
 
 

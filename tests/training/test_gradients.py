@@ -11,9 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_slurm.errors import DdpSlurmError
-from ddp_slurm.training import ResidentTensors, init_distributed, loss_weight, no_sample_loss
-from ddp_slurm.training.trainer.evaluation import evaluate
-from ddp_slurm.training.trainer.precision import Precision
+from ddp_slurm.training import init_distributed, loss_weight, no_sample_loss
 
 from .workers import flat
 from .worlds import run_world
@@ -126,20 +124,6 @@ def test_no_sample_loss_refuses_several_ddp_modules() -> None:
     both = nn.Sequential(*(DistributedDataParallel(nn.Linear(2, 2)) for _ in range(2)))
     with pytest.raises(DdpSlurmError, match="Sequential has 2 DistributedDataParallel modules"):
         no_sample_loss(both)
-
-
-def test_evaluation_refuses_ddp_inside_of_a_model() -> None:
-    model = Wrapper(DistributedDataParallel(nn.Linear(2, 2)))
-    source = ResidentTensors(torch.ones(3, 2), torch.ones(3, 2), torch.device("cpu"))
-    with pytest.raises(DdpSlurmError, match="DistributedDataParallel module inside of Wrapper"):
-        evaluate(
-            model,
-            source,
-            nn.functional.mse_loss,
-            rank=0,
-            shares=[1],
-            precision=Precision("fp32", "cpu"),
-        )
 
 
 class HalfUsed(nn.Module):

@@ -15,6 +15,7 @@ from ddp_slurm.training.trainer.evaluation import evaluate
 from ddp_slurm.training.trainer.precision import Precision, PrecisionError, choose_precision
 from ddp_slurm.training.trainer.progress import progress_line
 from ddp_slurm.training.trainer.report import print_rank_table
+from ddp_slurm.training.uneven.weighted_loss import WeightedLoss
 
 from .test_start_and_end import FACT
 from .workers import (
@@ -69,7 +70,7 @@ def test_evaluation_of_a_regression_has_no_accuracy() -> None:
     metrics = evaluate(
         torch.nn.Identity(),
         source,
-        torch.nn.functional.mse_loss,
+        WeightedLoss(torch.nn.functional.mse_loss),
         rank=0,
         shares=[1],
         precision=Precision("fp32", "cpu"),
@@ -80,7 +81,8 @@ def test_evaluation_of_a_regression_has_no_accuracy() -> None:
 def test_evaluation_leaves_each_layer_in_its_mode() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2).eval())
     source = ResidentTensors(torch.ones(5, 2), torch.zeros(5, dtype=torch.int64), CPU)
-    evaluate(model, source, cross_entropy, rank=0, shares=[1], precision=Precision("fp32", "cpu"))
+    precision = Precision("fp32", "cpu")
+    evaluate(model, source, WeightedLoss(cross_entropy), rank=0, shares=[1], precision=precision)
     assert [model.training, model[0].training, model[1].training] == [True, True, False]
 
 
@@ -90,7 +92,7 @@ def test_evaluation_without_samples_is_an_error() -> None:
         evaluate(
             make_model(torch.float32),
             source,
-            cross_entropy,
+            WeightedLoss(cross_entropy),
             rank=0,
             shares=[1],
             precision=Precision("fp32", "cpu"),
@@ -152,7 +154,5 @@ def test_report_prints_ranks_and_progress(capsys: pytest.CaptureFixture[str]) ->
         "0     gamma  0           cuda:0 NVIDIA TITAN V  12",
         "1     beta   0           cpu                    4",
     ]
-    line = progress_line(
-        epoch=2, epochs=5, step=3, steps=9, loss=1.5, rates=[1000.4, 20], left_seconds=61.4
-    )
+    line = progress_line("epoch 2/5  step 3/9", 1.5, [1000.4, 20], left_seconds=61.4)
     assert line == "epoch 2/5  step 3/9  loss 1.5000  1,020 images/s (ranks: 1,000 20)  ETA 0:01:01"

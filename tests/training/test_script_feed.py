@@ -112,7 +112,7 @@ def test_last_batch_in_two_views_is_not_an_earlier_one() -> None:
     reader = Iterator()
     assert calls(reader, *EPOCH).take(batch(4)) == LAST
     ahead = calls(reader, *EPOCH, ahead=1)
-    with pytest.raises(UnevenError, match="with an earlier one is not known"):
+    with pytest.raises(UnevenError, match="it is not known whether the model is called"):
         ahead.take(batch(4))
 
 
@@ -306,7 +306,7 @@ def test_stand_ins_add_nothing_even_if_their_loss_is_not_finite() -> None:
 
 
 def test_output_whose_tensors_cannot_be_found_is_refused() -> None:
-    with pytest.raises(UnevenError, match="the model returns a object"):
+    with pytest.raises(UnevenError, match="the model returns an object of type object"):
         weighted(object(), CallWeight(lambda: 0.5))
 
 

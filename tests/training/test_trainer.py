@@ -150,6 +150,23 @@ def test_training_imports_no_jinja2_rich_or_torchvision() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+def relative_shares(pipe: Connection) -> list[float]:
+    """Of the sources of training and evaluation, after an epoch."""
+    with init_distributed() as world:
+        data = TensorDataset(*make_data(20, torch.float64))
+        model = make_model(torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        config = TrainerConfig(global_batch=8, total_epochs=1, shares=(1, 2, 5), quiet=True)
+        trainer = Trainer(world, model, optimizer, cross_entropy, data, data, config)
+        trainer.train()
+        return [source.relative_share for source in (trainer.train_data, trainer.eval_data)]
+
+
+def test_loader_workers_follow_the_shares(tmp_path: Path) -> None:
+    found = run_world(tmp_path, (1, 2), relative_shares)
+    assert found == [[3 * share / 8] * 2 for share in (1, 2, 5)]
+
+
 def evaluate_plain_data(pipe: Connection) -> list[dict[str, float]]:
     """Metrics before training, by default and of other data; everything given as a Dataset."""
     with init_distributed() as world:

@@ -139,7 +139,7 @@ PARTS = {
             {"loader": "DataLoader(data, 7 + dist.get_rank(), sampler=DistributedSampler(data))"},
             "global batches of 14 to 16 samples and 3 to 3 steps",
         ),
-        ({"loader": "[(torch.ones(7, 3), torch.ones(7).long())]"}, "came from no DataLoader"),
+        ({"loader": "[(torch.ones(7, 3), torch.ones(7).long())]"}, "not come from a DataLoader"),
         (
             {"loss": "nn.CrossEntropyLoss(weight=torch.ones(2))"},
             "cross_entropy with class weights is divided by the sum",

@@ -34,6 +34,7 @@ from ddp_slurm.training.measure.links import measure_links, rings_of
 from ddp_slurm.training.trainer.evaluation import evaluate
 from ddp_slurm.training.trainer.precision import Precision
 from ddp_slurm.training.uneven import calibrate, gradients
+from ddp_slurm.training.uneven.weighted_loss import WeightedLoss
 
 from .worlds import tell
 
@@ -260,7 +261,7 @@ def evaluated(pipe: Connection, samples: int, shares: list[int]) -> dict[str, fl
         return evaluate(
             model,
             source,
-            cross_entropy,
+            WeightedLoss(cross_entropy),
             rank=world.rank,
             shares=shares,
             batch_size=4,

@@ -13,13 +13,8 @@ PROTOTYPE = "Synchronization debug mode"
 """In torch's warning of ``set_sync_debug_mode`` itself."""
 
 
-def new_pool() -> Any:
-    """Memory for graphs that run one after another: they share it."""
-    return torch.cuda.graph_pool_handle()
-
-
 def captured(function: Callable[[], object], pool: Any) -> Callable[[], None]:
-    """A function that does on the GPU what ``function`` would do now, which does not do it now.
+    """Capture what ``function`` would do on the GPU; the result is a function that does it.
 
     Raises what ``function`` raises, and RuntimeError for what CUDA cannot capture, or if the rest
     of the memory would not hold the same work outside of the graph.
@@ -53,10 +48,10 @@ def _check_room(needed: int) -> None:
 
 
 def _recover(stream: torch.cuda.Stream) -> None:
-    """Undo what a capture leaves behind that CUDA has broken off.
+    """Undo what a failed capture leaves behind.
 
-    Source: torch.cuda.graph.__exit__ leaves its stream only after a good end, and so does
-    CUDAGraph::capture_end (ATen/cuda/CUDAGraph.cpp) with the random generator's state.
+    Source: torch.cuda.graph.__exit__ leaves its stream only after a success, and only then does
+    CUDAGraph::capture_end (ATen/cuda/CUDAGraph.cpp) end the random generator's capture mode.
     """
     torch.cuda.set_stream(stream)
     torch.cuda.synchronize()
@@ -66,7 +61,7 @@ def _recover(stream: torch.cuda.Stream) -> None:
 
 @contextlib.contextmanager
 def watch_for_waiting() -> Iterator[list[str]]:
-    """The list has afterwards where the CPU waited for the GPU, which no capture allows."""
+    """Afterwards the list holds where the CPU waited for the GPU, which no capture allows."""
     places: list[str] = []
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
-from ddp_slurm.balance import BalanceError
-from ddp_slurm.errors import DdpSlurmError, did_you_mean
+from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.training.adaptive.clock import StepClock
 from ddp_slurm.training.exchange import all_gather_values
 from ddp_slurm.training.graphs.compute import GraphedCompute
@@ -24,11 +23,6 @@ SETTLING = 4
 """Steps with graphs before these are timed: two before the capture, the capture, one more."""
 WORTH_IT = 0.97
 """The part of the other steps' time that graphs must stay below."""
-
-
-def check_mode(mode: str) -> None:
-    if mode not in MODES:
-        raise BalanceError(f"graphs {mode!r}{did_you_mean(mode, list(MODES))}")
 
 
 class Graphs:

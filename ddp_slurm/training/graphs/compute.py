@@ -12,8 +12,8 @@ from torch.func import functional_call
 from ddp_slurm.training.graphs import capture
 from ddp_slurm.training.graphs.flat import FlatGradients
 from ddp_slurm.training.graphs.python_side import (
-    CpuRandomness,
     PlainValues,
+    cpu_random_state,
     reason_of_gradients,
     reason_of_hooks,
 )
@@ -23,11 +23,11 @@ from ddp_slurm.training.memory.out_of_memory import free_memory, is_out_of_memor
 MOST_GRAPHS = 2
 """The parts of an accumulated share differ by one sample, so they have two sizes."""
 WATCHED = 2
-"""The run of a size that is looked at for what cannot be captured; the next one is captured."""
+"""The run of a size that is watched for what cannot be captured; the next one is captured."""
 MOST_CAPTURES = 4
 LEAST_REPLAYS = 20
-"""After so many captures, so many replays for each are expected: inputs of ever other shapes are
-not worth it."""
+"""After so many captures, so many replays for each are expected: inputs whose shapes keep changing
+are not worth it."""
 
 Key = tuple[object, ...]
 
@@ -155,12 +155,12 @@ class GraphedCompute:
     def _watch(self, inputs: Tensor, targets: Tensor, factor: Tensor) -> None:
         """Run it, and look for what a graph would not do again."""
         reason = reason_of_hooks(self._forward_backward)
-        randomness = CpuRandomness()
+        randomness = cpu_random_state()
         with capture.watch_for_waiting() as places:
             self._run(inputs, targets, factor)
         if places:
             reason = f"the step waits for the GPU at {places[0]}"
-        elif randomness.was_drawn():
+        elif cpu_random_state() != randomness:
             reason = "the model draws random numbers on the CPU"
         elif self._plain_values.now() != self._values:
             reason = "the model changes its attributes in each step"
@@ -171,7 +171,8 @@ class GraphedCompute:
         """Capture this micro-batch and run it, in either way."""
         if len(self._graphs) == MOST_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
-        self._pool = self._pool or capture.new_pool()
+        # Graphs that run one after another share their memory.
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         self._captures += 1
         reason = ""
         try:
@@ -262,7 +263,7 @@ def reason_of_device(device: torch.device) -> str | None:
 
 
 def reason_of_model(model: nn.Module, *, allows_compiled: bool = False) -> str | None:
-    """Why this model's forward and backward cannot be a graph, as far as it shows beforehand."""
+    """Why this model's forward and backward cannot be a graph, as far as can be known before."""
     for module in model.modules():
         is_compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
         if is_compiled and not allows_compiled:

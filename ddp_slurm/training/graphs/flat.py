@@ -18,10 +18,9 @@ class FlatGradients:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        needed = {name: each for name, each in parameters.items() if each.requires_grad}
-        self._parameters = needed
+        self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         by_dtype: dict[torch.dtype, list[str]] = {}
-        for name, parameter in needed.items():
+        for name, parameter in self._parameters.items():
             by_dtype.setdefault(parameter.dtype, []).append(name)
         self.buffers: list[Tensor] = []
         self._views: dict[str, Tensor] = {}

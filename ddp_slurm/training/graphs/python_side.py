@@ -10,6 +10,7 @@ from torch import nn
 from ddp_slurm.training.random_state import random_state
 
 PLAIN = (bool, int, float, str, type(None))
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class PlainValues:
@@ -45,22 +46,15 @@ class PlainValues:
 
 
 def reason_of_hooks(model: nn.Module) -> str | None:
-    """Which module has a hook, that would run while a graph is captured and then no more."""
+    """Which module has a hook, which would run while a graph is captured and never again."""
     for name, module in model.named_modules():
-        if any(
-            (
-                module._forward_hooks,
-                module._forward_pre_hooks,
-                module._backward_hooks,
-                module._backward_pre_hooks,
-            )
-        ):
+        if any(getattr(module, hooks) for hooks in HOOKS):
             return f"the module {name.removeprefix('model.')} has a hook"
     return None
 
 
 def reason_of_gradients(model: nn.Module) -> str | None:
-    """Which parameter is not to get its gradient as it is; after a step without graphs."""
+    """Which parameter gets no gradient, or has a hook that uses it; after a step without graphs."""
     for path, parameter in model.named_parameters():
         name = path.removeprefix("model.")
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
@@ -70,16 +64,7 @@ def reason_of_gradients(model: nn.Module) -> str | None:
     return None
 
 
-class CpuRandomness:
-    """Whether random numbers have been drawn on the CPU since this was made."""
-
-    def __init__(self) -> None:
-        self._before = self._now()
-
-    def was_drawn(self) -> bool:
-        return self._before != self._now()
-
-    @staticmethod
-    def _now() -> dict[str, Any]:
-        state = random_state(torch.device("cpu"))
-        return {**state, "torch": state["torch"].tolist()}
+def cpu_random_state() -> dict[str, Any]:
+    """The states of the CPU's random generators, to be compared with ``==``."""
+    state = random_state(torch.device("cpu"))
+    return {**state, "torch": state["torch"].tolist()}

@@ -4,18 +4,24 @@ The global batch of a step is what the ranks' batches of the unmodified script a
 script's own order: a run with uneven shares takes the same samples in the same steps.
 """
 
+from __future__ import annotations
+
 import copy
-from collections.abc import Iterator
-from itertools import accumulate, islice
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import BatchSampler, DistributedSampler, Sampler, SequentialSampler
 
 from ddp_slurm.balance import apportion, planned_shares
+from ddp_slurm.training.uneven.sampler import rank_span
+
+if TYPE_CHECKING:
+    from ddp_slurm.training.scripts.modules import Modules
 
 STAND_INS = 2
 """Samples that a rank without any of its own reads, with a weight of 0: its model runs as usual.
-Two, since a BatchNorm1d has no variance of one."""
+Two, since a BatchNorm1d cannot train on one."""
 
 
 class Share(NamedTuple):
@@ -34,74 +40,39 @@ class Share(NamedTuple):
         return world_size * self.own / self.total
 
 
-class Training(Protocol):
-    """What an iteration asks at its beginning."""
-
-    @property
-    def needs_two_samples(self) -> bool:
-        """Whether a model cannot train on one sample: BatchNorm has no variance of one."""
-
-    def is_training(self, is_shuffled: bool) -> bool:
-        """Whether it is of the training: others get the batches of the unmodified script."""
-
-
-class Blocks(Protocol):
-    """The global batches of a loader, the same on every rank."""
-
-    world_size: int
-    rank: int
-    size: int
-    """Samples of a whole block."""
-    original: Any
-    """The batch sampler of the unmodified script."""
-
-    @property
-    def is_shuffled(self) -> bool: ...
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[list[int]]: ...
-
-
 class DistributedBlocks:
-    """Of a BatchSampler over a DistributedSampler."""
+    """The global batches of a BatchSampler over a DistributedSampler, the same on every rank."""
 
-    def __init__(self, original: BatchSampler) -> None:
-        sampler: Any = original.sampler
-        self.original: Any = original
-        self.sampler: DistributedSampler[Any] = sampler
-        self.world_size = sampler.num_replicas
-        self.rank = sampler.rank
+    def __init__(self, original: Any) -> None:
+        self.original = original
+        """The batch sampler of the unmodified script."""
+        self.world_size = original.sampler.num_replicas
+        self.rank = original.sampler.rank
         self.size = original.batch_size * self.world_size
+        """Samples of a whole block."""
 
     @property
     def is_shuffled(self) -> bool:
-        return bool(self.sampler.shuffle)
+        return bool(self.original.sampler.shuffle)
 
     def _samples(self) -> int:
         """Without the copies that make the ranks' parts equal."""
-        sampler: Any = self.sampler
-        samples: int = sampler.total_size if sampler.drop_last else len(sampler.dataset)
-        return samples
+        sampler = self.original.sampler
+        return int(sampler.total_size if sampler.drop_last else len(sampler.dataset))
 
     def __len__(self) -> int:
-        samples = self._samples()
-        steps: int = samples // self.size if self.original.drop_last else -(-samples // self.size)
-        return steps
+        return _number_of_groups(self._samples(), self.size, self.original.drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
         # The order of all ranks is the one that the sampler gives a world of one rank.
-        alone = copy.copy(self.sampler)
+        alone = copy.copy(self.original.sampler)
         alone.num_replicas, alone.rank = 1, 0
         alone.num_samples = alone.total_size = self._samples()
-        order = iter(alone)
-        while block := list(islice(order, self.size)):
-            if len(block) == self.size or not self.original.drop_last:
-                yield block
+        return _groups(alone, self.size, self.original.drop_last)
 
 
 class ShardedBlocks:
-    """Of Accelerate's BatchSamplerShard, which deals out the batches of another batch sampler."""
+    """The same for Accelerate's BatchSamplerShard, which deals out another sampler's batches."""
 
     def __init__(self, original: Any) -> None:
         self.original = original
@@ -115,14 +86,24 @@ class ShardedBlocks:
         return type(getattr(self.original.batch_sampler, "sampler", None)) is not SequentialSampler
 
     def __len__(self) -> int:
-        batches, divisor = len(self.original.batch_sampler), self._batches_in_block
-        return batches // divisor if self.original.drop_last else -(-batches // divisor)
+        batches = len(self.original.batch_sampler)
+        return _number_of_groups(batches, self._batches_in_block, self.original.drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
-        batches = iter(self.original.batch_sampler)
-        while block := list(islice(batches, self._batches_in_block)):
-            if len(block) == self._batches_in_block or not self.original.drop_last:
-                yield [sample for batch in block for sample in batch]
+        batches = self.original.batch_sampler
+        for block in _groups(batches, self._batches_in_block, self.original.drop_last):
+            yield [sample for batch in block for sample in batch]
+
+
+def _number_of_groups(items: int, size: int, drop_last: bool) -> int:
+    return items // size if drop_last else -(-items // size)
+
+
+def _groups(items: Iterable[Any], size: int, drop_last: bool) -> Iterator[list[Any]]:
+    rest = iter(items)
+    while group := list(islice(rest, size)):
+        if len(group) == size or not drop_last:
+            yield group
 
 
 class ShareBatches(Sampler[list[int]]):
@@ -135,7 +116,7 @@ class ShareBatches(Sampler[list[int]]):
         training: of the script.
     """
 
-    def __init__(self, blocks: Blocks, training: Training) -> None:
+    def __init__(self, blocks: DistributedBlocks | ShardedBlocks, training: Modules) -> None:
         self.blocks = blocks
         self._training = training
         self.is_divided = False
@@ -160,12 +141,10 @@ class ShareBatches(Sampler[list[int]]):
 
     def _own_parts(self, shares: list[Share]) -> Iterator[list[int]]:
         """By shares: each sample once, without copies."""
-        rank = self.blocks.rank
         for block in self.blocks:
             is_whole = len(block) == sum(self.planned)
             counts = self.planned if is_whole else self._part_of_the_rest(len(block))
-            start = list(accumulate(counts, initial=0))[rank]
-            own = block[start : start + counts[rank]]
+            own = block[slice(*rank_span(counts, self.blocks.rank))]
             shares.append(Share(len(own), len(block)))
             yield own or (block * STAND_INS)[:STAND_INS]
 
@@ -194,16 +173,16 @@ def without_ones(counts: list[int]) -> list[int]:
     return changed
 
 
-def share_batches(batch_sampler: Any, world_size: int, training: Training) -> ShareBatches | None:
+def share_batches(batch_sampler: Any, world_size: int, training: Modules) -> ShareBatches | None:
     """For a batch sampler whose order over all ranks is known; None for any other."""
-    blocks: Blocks | None = None
+    blocks: DistributedBlocks | ShardedBlocks
     if type(batch_sampler).__name__ == "BatchSamplerShard":
         blocks = ShardedBlocks(batch_sampler)
     elif type(batch_sampler) is BatchSampler and _has_known_order(batch_sampler.sampler):
         blocks = DistributedBlocks(batch_sampler)
-    if blocks is None or blocks.world_size != world_size:
+    else:
         return None
-    return ShareBatches(blocks, training)
+    return ShareBatches(blocks, training) if blocks.world_size == world_size else None
 
 
 def _has_known_order(sampler: object) -> bool:

@@ -1,9 +1,9 @@
-"""Which share of a step's samples the batch is that a DDP module is called with.
+"""Finds the share of the batch that a DDP module is called with.
 
-Loaders report what they deliver, DDP modules ask. The batches of an iteration have one share, but
-for an incomplete last one. Once that was delivered, a call may be with it or, if somebody reads
-ahead (Accelerate, a prefetcher, a list of batches), with an earlier one: the values show it, else
-the number of samples, and where neither does the script is refused.
+Loaders report what they deliver, DDP modules ask. All batches of an iteration have the same share,
+except an incomplete last one. Once that was delivered, a call may be with it or, if the script
+reads ahead (Accelerate, a prefetcher, a list of batches), with an earlier one: the values show
+which, else the number of samples; where neither does, the script is refused.
 """
 
 import threading
@@ -19,9 +19,9 @@ from ddp_slurm.training.scripts.batches import Share, ShareBatches
 from ddp_slurm.training.scripts.errors import UnevenError
 
 NO_LOADER = (
-    "the batch of this step came from no DataLoader, so its share of the step's samples is not "
-    "known. Read the data with DataLoader(..., sampler=DistributedSampler(dataset)), or weight the "
-    "loss in the script with loss_weight (see docs/recipes.md)"
+    "the batch of this step did not come from a DataLoader, so its share of the step's samples is "
+    "not known. Read the data with DataLoader(..., sampler=DistributedSampler(dataset)), or weight "
+    "the loss in the script with loss_weight (see docs/recipes.md)"
 )
 
 
@@ -51,12 +51,12 @@ class Delivery:
         """Each batch is used in one call, in the order in which they were delivered."""
 
     def come_from(self, iterator: object) -> None:
-        """Note what the script holds as long as it reads these batches."""
+        """Note the object that the script holds while it reads these batches."""
         self._iterator = weakref.ref(iterator)
 
     @property
     def is_over(self) -> bool:
-        """Whether the script holds the iterator no more: it has read to the end, or left."""
+        """Whether the script no longer holds the iterator: it has read to the end, or left."""
         return self._iterator is not None and self._iterator() is None
 
     def deliver(self, batch: Any) -> Share:
@@ -84,7 +84,7 @@ class Delivery:
         expected = min(all_batches, turn + 1 + self._ahead)
         self._is_in_turn &= turn < self.count == expected
         latest = self._share(self.count - 1)
-        # Only after an incomplete batch, the last, there are two that may be meant.
+        # Only after the last batch, if it is incomplete, there are two candidates.
         if len(self._known) == 1 or _is_same(batch, self._latest):
             return latest
         fitting = self._fitting(batch)
@@ -98,8 +98,8 @@ class Delivery:
             return fitting.pop()
         sizes = ", ".join(str(share.size) for share in sorted(self._known))
         raise UnevenError(
-            "the script has read the last, incomplete batch, and whether the model is called with "
-            f"it or with an earlier one is not known: batches of {sizes} samples, a call with "
+            "the script has read the last, incomplete batch, and it is not known whether the model "
+            f"is called with it or with an earlier one: batches of {sizes} samples, a call with "
             f"sizes {sorted(sizes_of(batch))}. With drop_last=True in the DataLoader all batches "
             "have one size"
         )
@@ -162,7 +162,7 @@ class Feed:
         return None if isinstance(self.latest, str) else self.latest.batches
 
     def _source(self, is_training: bool) -> Delivery | str:
-        """An evaluation between a batch of the training and its step is not where it came from."""
+        """Of a call's batch; an evaluation between a training batch and its step does not count."""
         if self._evaluation is None:
             return self.latest
         if isinstance(self.latest, str):

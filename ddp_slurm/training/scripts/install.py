@@ -29,10 +29,10 @@ def install(environ: Mapping[str, str] = os.environ) -> Modules | None:
     modules.install(ddp_modules)
     if job_env.verify is not None:
         recording.record(ddp_modules, job_env.verify)
-    if world_size == 1:
-        loaders.enlarge(job_env.verify.ranks if job_env.verify else 1)
-        return ddp_modules
-    loaders.install(ddp_modules)
-    losses.install(ddp_modules)
-    rates.install(ddp_modules)
+        if world_size == 1:
+            loaders.enlarge(job_env.verify.ranks)
+    if world_size > 1:
+        loaders.install(ddp_modules)
+        losses.install(ddp_modules)
+        rates.install(ddp_modules)
     return ddp_modules

@@ -25,15 +25,12 @@ IGNORED_LABEL = -100
 """By convention of torch's cross_entropy."""
 
 
-class Batches:
+class Batches(Iterator[Any]):
     """A loader's iterator that reports each batch."""
 
     def __init__(self, batches: Iterator[Any], report: Callable[[Any], Any]) -> None:
         self._batches = batches
         self._report = report
-
-    def __iter__(self) -> "Batches":
-        return self
 
     def __next__(self) -> Any:
         return self._report(next(self._batches))
@@ -68,7 +65,7 @@ def install(modules: Modules) -> None:
 
 
 def enlarge(factor: int) -> None:
-    """Let every DataLoader of this process read batches so many times as large."""
+    """Multiply the batch size of every DataLoader of this process."""
     plain_init = DataLoader.__init__
     done: WeakSet[BatchSampler] = WeakSet()
 
@@ -76,7 +73,7 @@ def enlarge(factor: int) -> None:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         plain_init(self, *args, **kwargs)
         batches = self.batch_sampler
-        # A framework makes a second loader with the batch sampler of the script's.
+        # A framework makes a second loader with the batch sampler of the script's loader.
         if type(batches) is BatchSampler and batches not in done:
             batches.batch_size *= factor
             done.add(batches)
@@ -88,8 +85,8 @@ def refuse_without_order(loader: Any) -> None:
     """Raises UnevenError for a loader whose workers' batches come in any order (torch >= 2.6)."""
     if not getattr(loader, "in_order", True):
         raise UnevenError(
-            f"the DataLoader of {loader._ddp_slurm_line} has in_order=False, so which share of the "
-            "samples a batch is, is not known. Leave it out"
+            f"the DataLoader of {loader._ddp_slurm_line} has in_order=False, so the share of a "
+            "batch is not known. Leave in_order out"
         )
 
 
@@ -135,24 +132,21 @@ def reason(loader: Any) -> str:
             f"{where} has batch_size=None, so the samples of a step are not known. Give it a "
             "batch_size, and a data set of single samples"
         )
+    kind, sampler = "sampler", loader.sampler
     if type(loader.batch_sampler) is not BatchSampler:
+        kind, sampler = "batch sampler", loader.batch_sampler
+    if type(sampler) is DistributedSampler:
         return (
-            f"{where} has a batch sampler of its own, {type(loader.batch_sampler).__name__}, which "
-            "decides by itself what each rank gets. Use a DistributedSampler, or a BalancedSampler "
-            "and loss_weight (see docs/recipes.md)"
-        )
-    if type(loader.sampler) is DistributedSampler:
-        return (
-            f"{where} has a DistributedSampler for {loader.sampler.num_replicas} ranks, which are "
+            f"{where} has a DistributedSampler for {sampler.num_replicas} ranks, which are "
             "not all. Leave out its num_replicas and rank"
         )
-    if type(loader.sampler) in (RandomSampler, SequentialSampler):
+    if type(sampler) in (RandomSampler, SequentialSampler):
         return (
             f"{where} has no DistributedSampler: every rank reads all of the data. Add "
             "sampler=DistributedSampler(dataset)"
         )
     return (
-        f"{where} has a sampler of its own, {type(loader.sampler).__name__}, which decides by "
-        "itself what each rank gets. Use a DistributedSampler, or a BalancedSampler and "
-        "loss_weight (see docs/recipes.md)"
+        f"{where} has a {kind} of its own, {type(sampler).__name__}, which decides by itself what "
+        "each rank gets. Use a DistributedSampler, or a BalancedSampler and loss_weight (see "
+        "docs/recipes.md)"
     )

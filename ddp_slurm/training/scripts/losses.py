@@ -102,7 +102,7 @@ def _refuse_class_weights(name: str, weight: Tensor | None) -> None:
 class _Looks:
     """Looks for ignored targets at the calls 1, 2, 4, 8, ...: a look waits for the GPU.
 
-    As many in each sample are no harm: a causal language model ignores the last word of each text.
+    Equally many in each sample are harmless: a causal language model ignores each text's last word.
     """
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class _Looks:
 
 
 def _are_unlike(ignored: Tensor, samples: int) -> Tensor:
-    """Whether the samples, one after another in the batch, have unlike numbers of targets."""
+    """Whether the samples, one after another in the batch, have different numbers of them."""
     if samples < 2 or ignored.numel() % samples:
         return ignored.any()
     counts = ignored.reshape(samples, -1).sum(1)

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_slurm.training.scripts import hugging_face
@@ -39,9 +40,9 @@ class Modules:
         self._alive: WeakKeyDictionary[DistributedDataParallel, None] = WeakKeyDictionary()
 
     def is_training(self, is_shuffled: bool) -> bool:
-        """Whether an iteration over a loader that begins now is of the training.
+        """Whether an iteration over a loader that begins now belongs to the training.
 
-        A loader that shuffles is taken for one of the training unless gradients are switched off:
+        A loader that shuffles counts as one of the training unless gradients are switched off:
         some loops call ``model.train()`` only after they have read the first batch. Where one of
         several modules is in ``eval()`` (a generator that draws samples) it is an evaluation.
         """
@@ -60,7 +61,7 @@ class Modules:
             raise UnevenError(
                 "a DistributedDataParallel module has a process_group of "
                 f"{dist.get_world_size(ddp.process_group)} of {self.world_size} ranks; shares are "
-                "of all ranks. Leave out process_group"
+                "for all ranks. Leave out process_group"
             )
         self.has_any = True
         self._alive[ddp] = None
@@ -125,11 +126,7 @@ class Modules:
         if batches is None or batches in self._checked:
             return
         self._checked.add(batches)
-        mine = [batches.blocks.size, len(batches)]
-        device = next(ddp.parameters()).device
-        limits = torch.tensor([*mine, *(-number for number in mine)], device=device)
-        dist.all_reduce(limits, op=dist.ReduceOp.MAX, group=ddp.process_group)
-        most, least = limits[:2].tolist(), (-limits[2:]).tolist()
+        least, most = range_over_ranks(torch.tensor([batches.blocks.size, len(batches)]), ddp)
         if most != least:
             raise UnevenError(
                 f"the ranks' DataLoaders have global batches of {least[0]} to {most[0]} samples "
@@ -149,6 +146,13 @@ class Modules:
         if is_mean_over_tokens and not self.has_mean_loss:
             return 1 if share.own else 0
         return share.factor(self.world_size)
+
+
+def range_over_ranks(own: Tensor, ddp: DistributedDataParallel) -> tuple[list[Any], list[Any]]:
+    """The smallest and the largest of each number over the ranks of a module, which all call it."""
+    limits = torch.stack([-own, own]).to(next(ddp.parameters()).device)
+    dist.all_reduce(limits, op=dist.ReduceOp.MAX, group=ddp.process_group)
+    return (-limits[0]).tolist(), limits[1].tolist()
 
 
 def install(modules: Modules) -> None:

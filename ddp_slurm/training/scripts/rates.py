@@ -1,19 +1,18 @@
 """A learning rate that differs by rank is refused: the ranks' parameters would drift apart.
 
-It comes from numbers of a rank alone, such as a schedule over the samples that it has seen, which
-were the same on all ranks with equal shares.
+It depends on numbers of a rank alone, such as the samples that it has seen, which are the same on
+all ranks with equal shares.
 """
 
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp_slurm.training.scripts.errors import UnevenError
-from ddp_slurm.training.scripts.modules import Modules
+from ddp_slurm.training.scripts.modules import Modules, range_over_ranks
 
 
 def install(modules: Modules) -> None:
@@ -34,7 +33,7 @@ def install(modules: Modules) -> None:
 def _module_of(
     optimizer: torch.optim.Optimizer, candidates: list[DistributedDataParallel]
 ) -> DistributedDataParallel | None:
-    """The module that all ranks train with this optimizer; None where one rank may use it alone."""
+    """The module that all ranks train with this optimizer; None if one rank may use it alone."""
     own = {id(one) for group in optimizer.param_groups for one in group["params"]}
     for ddp in candidates:
         if any(id(parameter) in own for parameter in ddp.parameters()):
@@ -47,17 +46,12 @@ def _compare(optimizer: torch.optim.Optimizer, ddp: DistributedDataParallel) -> 
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
     if not rates:
         return
-    device = next(ddp.parameters()).device
     # as float32, which every device has; the last bits of a float64 may differ by a card's libm
-    limits = torch.tensor(
-        [max(rates), min(rates), -max(rates), -min(rates)], dtype=torch.float32, device=device
-    )
-    dist.all_reduce(limits, op=dist.ReduceOp.MAX, group=ddp.process_group)
-    most, least = limits[:2].tolist(), (-limits[2:]).tolist()
-    for high, low in zip(most, least, strict=True):
+    own = torch.tensor([min(rates), max(rates)], dtype=torch.float32)
+    for low, high in zip(*range_over_ranks(own, ddp), strict=True):
         if high - low > 1e-5 * abs(high):
             raise UnevenError(
-                f"the learning rate of a step differs by rank: {low:g} to {high:g}. It follows "
-                "from numbers of each rank alone, such as the samples that it has seen. Let it "
-                "follow from steps, or from the samples of all ranks"
+                f"the learning rate of a step differs by rank: {low:g} to {high:g}. It depends "
+                "on numbers of each rank alone, such as the samples that it has seen. Make it "
+                "depend on steps, or on the samples of all ranks"
             )

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp_slurm.job_env import Verify
@@ -27,7 +27,8 @@ def record(modules: Modules, verify: Verify) -> None:
         if len(steps) < verify.steps:
             return
         if not dist.is_initialized() or dist.get_rank() == 0:
-            layers = {type(layer).__name__ for layer in _layers(modules)}
+            models = [ddp.module for ddp in modules.alive()]
+            layers = {type(layer).__name__ for model in models for layer in model.modules()}
             torch.save({"steps": steps, "layers": sorted(layers)}, verify.file)
         # Not through the script, which might save a model or evaluate it on the way out.
         os._exit(0)
@@ -44,7 +45,3 @@ def _gradients(modules: Modules) -> dict[str, Tensor]:
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
-
-
-def _layers(modules: Modules) -> list[nn.Module]:
-    return [layer for ddp in modules.alive() for layer in ddp.module.modules()]

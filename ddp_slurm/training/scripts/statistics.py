@@ -6,7 +6,6 @@ DDP alone gives every rank those of rank 0, on uneven ranks perhaps those of the
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -14,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_slurm.console import say
 from ddp_slurm.training.scripts.batches import Share
+from ddp_slurm.training.uneven.batchnorm import weighted_means
 
 
 def average_statistics(ddp: DistributedDataParallel, get_share: Callable[[], Share | None]) -> None:
@@ -42,12 +42,9 @@ def average_statistics(ddp: DistributedDataParallel, get_share: Callable[[], Sha
         share = get_share()
         world_size = dist.get_world_size(ddp.process_group)
         fraction = 1 / world_size if share is None else share.own / share.total
-        # float64: a mean of statistics that are the same on all ranks must be the same number
-        flat = torch.cat([buffer.double().flatten() for buffer in averaged]) * fraction
-        dist.all_reduce(flat, group=ddp.process_group)
-        parts = torch.split(flat, [buffer.numel() for buffer in averaged])
-        for buffer, part in zip(averaged, parts, strict=True):
-            buffer.copy_(part.view_as(buffer))
+        means = weighted_means(averaged, fraction, ddp.process_group)
+        for buffer, mean in zip(averaged, means, strict=True):
+            buffer.copy_(mean)
 
     ddp._register_buffer_comm_hook(None, synchronize)
 

@@ -76,8 +76,8 @@ def weighted(output: Any, weight: CallWeight) -> Any:
 
     def refuse(unknown: Any) -> Any:
         raise UnevenError(
-            f"the model returns a {type(unknown).__name__}, whose tensors cannot be found. Return "
-            "tensors in a tuple, list, dict or dataclass"
+            f"the model returns an object of type {type(unknown).__name__}, whose tensors cannot "
+            "be found. Return tensors in a tuple, list, dict or dataclass"
         )
 
     return _changed(output, lambda tensor: _Weighted.apply(tensor, weight), refuse)

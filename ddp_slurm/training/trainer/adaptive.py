@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ddp_slurm.comm import EXACT
+from ddp_slurm.console import show
 from ddp_slurm.curve import Curve
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.job_env import ADAPTIVE, JobEnv
 from ddp_slurm.training.adaptive.follow import Change, Follower
 from ddp_slurm.training.process_group import World
 from ddp_slurm.training.trainer.config import TrainerConfig
-from ddp_slurm.training.trainer.report import say
 from ddp_slurm.training.uneven.gradients import has_sync_batchnorm
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ def check_adaptive(model: nn.Module) -> None:
         )
     if has_sync_batchnorm(model):
         raise DdpSlurmError(
-            "the ranks of a model with SyncBatchNorm wait for each other within it, so that their "
-            "speeds cannot be seen while they train; expected --balance measured"
+            "the ranks of a model with SyncBatchNorm wait for each other within it, so their "
+            "speeds cannot be measured while they train; expected --balance measured"
         )
 
 
@@ -61,7 +61,7 @@ class AdaptiveShares:
             self._predicted = self._follower.speeds.slowest(trainer.sampler.shares)
 
     def before_step(self, index: int) -> bool:
-        """Whether the shares are other ones from this step of the epoch on."""
+        """Whether the shares change from this step of the epoch on."""
         if self._follower is None or not self._is_whole(index):
             return False
         change = self._follower.before_step(self._trainer.sampler.shares)
@@ -74,7 +74,7 @@ class AdaptiveShares:
             self._follower.after_step()
 
     def finish(self) -> None:
-        """No vote is left on its way."""
+        """Wait for an exchange that has begun."""
         if self._follower is not None:
             self._follower.finish()
 
@@ -92,7 +92,7 @@ class AdaptiveShares:
         self._predicted = change.after
         trainer.seen_steps.clear()
         if trainer.prints:
-            say(
+            show(
                 f"new shares after step {trainer.step}: {_listed(before)} -> "
                 f"{_listed(change.shares)}, so that the slowest rank takes "
                 f"{1000 * change.after:.3g} ms instead of {1000 * change.before:.3g}"

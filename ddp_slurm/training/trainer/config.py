@@ -7,8 +7,8 @@ from typing import Literal
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_slurm.balance import BalanceError
-from ddp_slurm.errors import quoted
-from ddp_slurm.training.graphs.choice import check_mode
+from ddp_slurm.errors import did_you_mean, quoted
+from ddp_slurm.training.graphs.choice import MODES
 from ddp_slurm.training.snapshot import Snapshot
 from ddp_slurm.training.trainer.records import Recorder
 from ddp_slurm.training.uneven.weighted_loss import TargetWeight
@@ -80,7 +80,8 @@ class TrainerConfig:
     """Print warnings only. The recorders still get everything."""
 
     def __post_init__(self) -> None:
-        check_mode(self.graphs)
+        if self.graphs not in MODES:
+            raise BalanceError(f"graphs {self.graphs!r}{did_you_mean(self.graphs, list(MODES))}")
         if isinstance(self.micro_batch, str) and self.micro_batch != "auto":
             raise BalanceError(
                 f"micro_batch {quoted(self.micro_batch)}: expected a number, 'auto' or None"

@@ -8,10 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_slurm.balance import apportion
-from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.training.data import DataError, Source, Span
 from ddp_slurm.training.trainer.precision import Precision
-from ddp_slurm.training.uneven.gradients import LossFunction, find_ddp
+from ddp_slurm.training.uneven.sampler import rank_span
 from ddp_slurm.training.uneven.weighted_loss import WeightedLoss
 
 
@@ -19,7 +18,7 @@ from ddp_slurm.training.uneven.weighted_loss import WeightedLoss
 def evaluate(
     model: nn.Module,
     source: Source,
-    loss_function: LossFunction | WeightedLoss,
+    loss: WeightedLoss,
     *,
     rank: int,
     shares: list[int],
@@ -32,18 +31,13 @@ def evaluate(
     DDP: no rank waits for another until the sums are reduced. All ranks call it and get the same
     values.
 
-    Raises DataError, on every rank, if ``source`` has no samples, and DdpSlurmError if there is a
-    DDP module inside of ``model``, whose forward would wait for the other ranks.
+    Raises DataError, on every rank, if ``source`` has no samples.
     """
     if len(source) == 0:
         raise DataError("the evaluation data have no samples")
-    inner = without_ddp(model)
-    loss = loss_function
-    if not isinstance(loss, WeightedLoss):
-        loss = WeightedLoss(loss)
     spans = _own_spans(len(source), shares, rank, batch_size)
-    with _evaluation_mode(inner):
-        sums = _sums_over(inner, source, spans, loss, precision)
+    with _evaluation_mode(model):
+        sums = _sums_over(model, source, spans, loss, precision)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(sums)
     loss_sum, weight, samples, correct, classified = sums.tolist()
@@ -73,24 +67,8 @@ def _sums_over(
     return sums
 
 
-def without_ddp(model: nn.Module) -> nn.Module:
-    """The module in a DDP wrapper. Raises DdpSlurmError for a DDP module deeper in ``model``."""
-    ddp = find_ddp(model)
-    if ddp is None:
-        return model
-    if ddp is model:
-        inner: nn.Module = ddp.module
-        return inner
-    raise DdpSlurmError(
-        f"there is a DistributedDataParallel module inside of {type(model).__name__}, which makes "
-        "the ranks wait for each other in every forward; pass the model without it"
-    )
-
-
 def _own_spans(samples: int, shares: list[int], rank: int, batch_size: int) -> list[Span]:
-    counts = apportion(samples, shares)
-    first = sum(counts[:rank])
-    last = first + counts[rank]
+    first, last = rank_span(apportion(samples, shares), rank)
     return [(start, min(start + batch_size, last)) for start in range(first, last, batch_size)]
 
 

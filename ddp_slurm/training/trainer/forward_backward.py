@@ -31,6 +31,5 @@ class ForwardBackward(nn.Module):
         """Add the gradient of ``factor`` times the sum over the targets; count the loss."""
         with self._precision.autocast():
             value, sum_factor = self._loss.value_and_factor(self.model(inputs), targets)
-        weight = len(targets) if self._loss.is_sample_mean else self._loss.weight(targets)
-        self._loss_sum.add(value.detach().double() * sum_factor, weight)
+        self._loss_sum.add(value.detach().double() * sum_factor, self._loss.weight(targets))
         (value * (factor * sum_factor)).backward()  # type: ignore[no-untyped-call]

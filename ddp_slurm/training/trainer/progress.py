@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from ddp_slurm.training.trainer.report import first_step_line, is_terminal, say
+from ddp_slurm.console import show
+from ddp_slurm.training.trainer.report import first_step_line, is_terminal
+from ddp_slurm.training.uneven.calibrate import wait_for_device
 
 if TYPE_CHECKING:
     from ddp_slurm.training.trainer import Trainer
@@ -19,26 +21,14 @@ LEAST_STEPS_BETWEEN_REPORTS = 20
 MOST_RANKS_IN_A_LINE = 16
 
 
-def progress_line(
-    *,
-    epoch: int,
-    epochs: int,
-    step: int,
-    steps: int,
-    loss: float,
-    rates: Sequence[float],
-    left_seconds: float,
-) -> str:
+def progress_line(place: str, loss: float, rates: Sequence[float], left_seconds: float) -> str:
     """``epoch 2/5  step 30/98  loss 1.2345  1,610 images/s (ranks: 400 1,210)  ETA 0:01:02``."""
     if len(rates) <= MOST_RANKS_IN_A_LINE:
         by_rank = " ".join(f"{rate:,.0f}" for rate in rates)
     else:
         by_rank = f"{min(rates):,.0f} to {max(rates):,.0f}"
     left = timedelta(seconds=round(left_seconds))
-    return (
-        f"epoch {epoch}/{epochs}  step {step}/{steps}  loss {loss:.4f}  "
-        f"{sum(rates):,.0f} images/s (ranks: {by_rank})  ETA {left}"
-    )
+    return f"{place}  loss {loss:.4f}  {sum(rates):,.0f} images/s (ranks: {by_rank})  ETA {left}"
 
 
 class ProgressPrinter:
@@ -55,7 +45,7 @@ class ProgressPrinter:
 
     def update(self, done_steps: int, line: str) -> None:
         if self._bar is None:
-            say(line)
+            show(line)
         else:
             self._bar.console.print(line, highlight=False)
             self._bar.update(self._task, completed=done_steps)
@@ -92,10 +82,9 @@ class Progress:
 
     def _report_first_step(self) -> None:
         world = self.trainer.world
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)
+        wait_for_device(world.device)
         if self.printer is not None:
-            say(first_step_line(world.rendezvous_seconds))
+            show(first_step_line(world.rendezvous_seconds))
 
     def _report(self, done: int) -> None:
         world, loss_sum = self.trainer.world, self.trainer.optimizer_step.loss_sum
@@ -120,17 +109,9 @@ class Progress:
             return
         epoch, epochs = self.trainer.epoch + 1, self.trainer.config.total_epochs
         steps_left = self.steps - done + (epochs - epoch) * self.steps_of_an_epoch
-        seconds_a_step = (now - self.started) / done
-        line = progress_line(
-            epoch=epoch,
-            epochs=epochs,
-            step=done,
-            steps=self.steps,
-            loss=loss,
-            rates=rates,
-            left_seconds=seconds_a_step * steps_left,
-        )
-        self.printer.update(done, line)
+        left_seconds = steps_left * (now - self.started) / done
+        place = f"epoch {epoch}/{epochs}  step {done}/{self.steps}"
+        self.printer.update(done, progress_line(place, loss, rates, left_seconds))
 
     def _record(self, loss: float, rates: list[float]) -> None:
         self.trainer.records(

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ddp_slurm.console import show
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.files import write_whole
-from ddp_slurm.training.trainer.report import say
 
 Record = dict[str, Any]
 Recorder = Callable[[Record], None]
@@ -45,7 +45,7 @@ class Records:
                 recorder(record)
             except OSError as error:
                 self._recorders.remove(recorder)
-                say(f"warning: metrics are no longer written: {error}")
+                show(f"warning: metrics are no longer written: {error}")
 
 
 class JsonLines:

@@ -9,9 +9,8 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import datetime
-from pathlib import Path
 
-from ddp_slurm.console import table
+from ddp_slurm.console import show, table
 from ddp_slurm.training.process_group.facts import RankFacts
 
 IMPORTED_AT = time.time()
@@ -29,36 +28,23 @@ def process_started_at() -> float:
     return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
 
 
-RANK_COLUMNS = ("rank", "node", "local rank", "device", "share")
-
-
-def rank_rows(ranks: Sequence[RankFacts], shares: Sequence[int]) -> list[tuple[str, ...]]:
-    """The cells of the table of ranks, one row a rank, as in ``RANK_COLUMNS``."""
+def print_rank_table(ranks: Sequence[RankFacts], shares: Sequence[int]) -> None:
+    """Print the table of ranks; on a terminal with lines around it."""
+    columns = ("rank", "node", "local rank", "device", "share")
     rows: list[tuple[str, ...]] = []
     for fact, share in zip(ranks, shares, strict=True):
         device = f"cuda:{fact.device_index} {fact.device_name}" if fact.visible_gpus else "cpu"
         rows.append((str(fact.rank), fact.node_name, str(fact.local_rank), device, str(share)))
-    return rows
-
-
-def print_rank_table(ranks: Sequence[RankFacts], shares: Sequence[int]) -> None:
-    """Print the table of ranks; on a terminal with lines around it."""
-    rows = rank_rows(ranks, shares)
     if not is_terminal():
-        say(table([RANK_COLUMNS, *rows]))
+        show(table([columns, *rows]))
         return
     from rich.console import Console
     from rich.table import Table
 
-    framed = Table(*RANK_COLUMNS, title=f"world of {len(ranks)}")
+    framed = Table(*columns, title=f"world of {len(ranks)}")
     for row in rows:
         framed.add_row(*row)
     Console().print(framed)
-
-
-def say(text: str) -> None:
-    """Print a line at once: logs are read during a job, and a killed process flushes nothing."""
-    print(text, flush=True)
 
 
 def first_step_line(rendezvous_seconds: float) -> str:
@@ -74,12 +60,6 @@ def first_step_line(rendezvous_seconds: float) -> str:
     )
 
 
-def resume_line(path: Path, epoch: int, epochs: int, samples: int, step: int) -> str:
-    """Where the training goes on, after a number of epochs and samples of the next one."""
-    done = f"epoch {epoch} of {epochs} done"
-    return f"resumed from {path}: {done}, then {samples} samples, step {step}"
-
-
 def print_prediction(predicted: float | None, seen: Sequence[float], global_batch: int) -> None:
     """Print the predicted time of a step beside what it took, the median of the reports.
 
@@ -92,7 +72,7 @@ def print_prediction(predicted: float | None, seen: Sequence[float], global_batc
     if predicted is None or not seen:
         return
     took = statistics.median(seen[1:] or seen)
-    say(
+    show(
         f"a step was predicted to take {1000 * predicted:.3g} ms, {global_batch / predicted:,.0f} "
         f"images/s; it took {1000 * took:.3g} ms, {global_batch / took:,.0f} images/s "
         f"({100 * (took / predicted - 1):+.0f} %)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_slurm.training.exchange import gather_values
@@ -47,12 +48,12 @@ def run_state(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def load_run_state(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Continue from ``state``.
+def load_run_state(trainer: Trainer, state: dict[str, Any], path: Path) -> None:
+    """Continue from ``state``, which was read from ``path``.
 
     Raises SnapshotError, on every rank, if it belongs to another model, data set or seed.
     """
-    _check_same(trainer, state)
+    _check_same(trainer, state, path)
     try:
         trainer.module.load_state_dict(state["model"])
         trainer.optimizer.load_state_dict(state["optimizer"])
@@ -62,7 +63,7 @@ def load_run_state(trainer: Trainer, state: dict[str, Any]) -> None:
             trainer.optimizer_step.scaler.load_state_dict(state["scaler"])
     except (RuntimeError, ValueError, KeyError) as error:
         raise SnapshotError(
-            f"the snapshot {_path(trainer)} belongs to another model or optimizer: {error}"
+            f"the snapshot {path} belongs to another model or optimizer: {error}"
         ) from error
     if trainer.optimizer_step.local_steps is not None:
         trainer.optimizer_step.local_steps.load_state(state.get("local_steps"))
@@ -81,8 +82,8 @@ def load_run_state(trainer: Trainer, state: dict[str, Any]) -> None:
         trainer.optimizer_step.loss_sum.reset(loss, weight, samples)
 
 
-def _check_same(trainer: Trainer, state: dict[str, Any]) -> None:
-    path, samples, seed = _path(trainer), len(trainer.train_data), trainer.config.seed
+def _check_same(trainer: Trainer, state: dict[str, Any], path: Path) -> None:
+    samples, seed = len(trainer.train_data), trainer.config.seed
     if not {"train_samples", "seed", "ranks"} <= state.keys():
         keys = ", ".join(map(str, state)) or "nothing"
         raise SnapshotError(f"the snapshot {path} was not written by a Trainer; it holds {keys}")
@@ -96,7 +97,3 @@ def _check_same(trainer: Trainer, state: dict[str, Any]) -> None:
             f"the snapshot {path} was made with the seed {state['seed']}, now it is {seed}: "
             "the order of the samples would change within the run"
         )
-
-
-def _path(trainer: Trainer) -> str:
-    return str(trainer.config.snapshot.path) if trainer.config.snapshot is not None else ""

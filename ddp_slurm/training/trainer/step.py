@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_slurm.comm import EXACT
+from ddp_slurm.console import show
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.job_env import JobEnv
 from ddp_slurm.training.adaptive.clock import StepClock
@@ -29,7 +30,6 @@ from ddp_slurm.training.trainer.config import TrainerConfig
 from ddp_slurm.training.trainer.forward_backward import ForwardBackward
 from ddp_slurm.training.trainer.loss_sum import LossSum
 from ddp_slurm.training.trainer.precision import Precision
-from ddp_slurm.training.trainer.report import say
 from ddp_slurm.training.uneven.gradients import find_ddp, has_sync_batchnorm, no_sample_loss
 from ddp_slurm.training.uneven.weighted_loss import WeightedLoss
 
@@ -77,8 +77,8 @@ def graphed_for_timing(
     precision: Precision,
     config: TrainerConfig,
 ) -> Callable[[Tensor, Tensor], Callable[[], None] | None] | None:
-    """See ``TrainingStep.graphed``. None where the training will have no graphs, or may have none
-    since the gradients may be exchanged in another way than by one all-reduce."""
+    """See ``TrainingStep.graphed``. None where the training will have no graphs, and where it may
+    have none since the gradients may be exchanged in another way than by one all-reduce."""
     comm = JobEnv.from_environ().comm or EXACT
     has_two_levels = Layout.of([fact.node_rank for fact in world.ranks]).has_two_levels
     reason = _reason_of_work(world, model, loss, config)
@@ -90,7 +90,7 @@ def graphed_for_timing(
 def _reason_of_work(
     world: World, model: nn.Module, loss: WeightedLoss, config: TrainerConfig
 ) -> str | None:
-    """Why forward and backward can be no graph, as far as it shows beforehand."""
+    """Why forward and backward cannot be a graph, as far as can be known beforehand."""
     return (
         reason_of_device(world.device)
         or loss.reason_against_graphs
@@ -112,9 +112,7 @@ class OptimizerStep:
     ) -> None:
         """``model`` is wrapped by ``world.wrap``; in a world of one rank it need not be."""
         self.model = model
-        self._inner = model
-        if isinstance(model, DistributedDataParallel):
-            self._inner = model.module
+        self._inner = model.module if isinstance(model, DistributedDataParallel) else model
         made = [local for local in world.local_steps if local.optimizer is optimizer]
         self.local_steps = made[-1] if made else None
         self.optimizer = optimizer
@@ -186,25 +184,21 @@ class OptimizerStep:
 
     def _make_graphs(self, world: World, config: TrainerConfig) -> Graphs:
         reason = _reason_of_work(world, self._inner, self.loss, config)
-        reason = reason or self._reason_of_exchange()
+        hooks = getattr(self.model, "_comm_hooks", [])
+        if reason is None and (self.local_steps is not None or hooks):
+            # Graphs have one plain all-reduce, after backward.
+            reason = "the gradients are exchanged in two levels, or as --comm asks"
         compute = None
         if reason is None and config.graphs != "off":
             work = ForwardBackward(self._inner, self.loss, self.precision, self.loss_sum)
             compute = GraphedCompute(
                 work,
-                lambda why: say(f"graphs: {world.place} has none, since {why}"),
+                lambda why: show(f"graphs: {world.place} has none, since {why}"),
                 self._passes.halve,
             )
         quiet = config.quiet or world.rank != 0
-        report = _say_nothing if quiet else say
+        report = _say_nothing if quiet else show
         return Graphs(compute, config.graphs, reason, world, report)
-
-    def _reason_of_exchange(self) -> str | None:
-        """Graphs have one plain all-reduce, after backward."""
-        hooks = getattr(self.model, "_comm_hooks", [])
-        if self.local_steps is None and not hooks:
-            return None
-        return "the gradients are exchanged in two levels, or as --comm asks"
 
     def _rounds(self, own: int, counts: Sequence[int]) -> int:
         pairs = [(own, self.most_at_once)]
@@ -214,9 +208,9 @@ class OptimizerStep:
 
     def _total_weight(self, targets: Tensor, counts: Sequence[int]) -> float | Tensor:
         """Of the whole global batch: its samples, or the sum of its targets' weights."""
-        if self.loss.is_sample_mean:
-            return sum(counts)
         total = self.loss.weight(targets)
+        if not isinstance(total, Tensor):
+            return sum(counts)
         if self._world_size > 1:
             dist.all_reduce(total)  # on the device: the CPU does not wait for it
         return torch.where(total > 0, total, 1.0)
@@ -237,10 +231,9 @@ class OptimizerStep:
             value, factor = self.loss.value_and_factor(outputs, targets)
         if self._checks_loss():
             self.loss.check(outputs, targets)
-        weight = len(targets) if self.loss.is_sample_mean else self.loss.weight(targets)
         loss_sum = value.detach().double() * factor
         scaled = self.scaler.scale(value * (factor * self._world_size / self._total))
-        return scaled, partial(self.loss_sum.add, loss_sum, weight)
+        return scaled, partial(self.loss_sum.add, loss_sum, self.loss.weight(targets))
 
     def _checks_loss(self) -> bool:
         """In steps 1, 2, 4, 8, ...: a check waits for the GPU."""

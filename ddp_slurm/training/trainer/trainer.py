@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_slurm.comm import EXACT
+from ddp_slurm.console import show
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.job_env import JobEnv
-from ddp_slurm.training.data import Batch, DataError, Source, as_source
+from ddp_slurm.training.data import Batch, DataError, DatasetSource, Source, as_source
 from ddp_slurm.training.process_group import World
 from ddp_slurm.training.process_group.stop_signal import stop_when_preempted
 from ddp_slurm.training.process_group.stop_vote import StopVote
@@ -22,7 +23,7 @@ from ddp_slurm.training.trainer.evaluation import evaluate
 from ddp_slurm.training.trainer.precision import choose_precision
 from ddp_slurm.training.trainer.progress import Progress
 from ddp_slurm.training.trainer.records import Records, open_recorder
-from ddp_slurm.training.trainer.report import print_prediction, print_rank_table, resume_line, say
+from ddp_slurm.training.trainer.report import print_prediction, print_rank_table
 from ddp_slurm.training.trainer.saver import Saver
 from ddp_slurm.training.trainer.split import choose_split
 from ddp_slurm.training.trainer.step import (
@@ -103,7 +104,10 @@ class Trainer:
         self.sampler = BalancedSampler(len(self.train_data), shares, world.rank, seed=config.seed)
         self.batchnorm = BatchNormStatistics(model)
         check_scaler(self.precision)
-        self.optimizer_step = self._make_step()
+        step_config = replace(config, micro_batch=self.split.micro_batch)
+        self.optimizer_step = OptimizerStep(
+            world, self._wrapped(), optimizer, self.loss, self.precision, step_config
+        )
         self.epoch, self.samples_done, self.step = 0, 0, 0
         self.prints = world.rank == 0 and not config.quiet
         self._adaptive = AdaptiveShares(self, self.split.curves)
@@ -123,10 +127,7 @@ class Trainer:
         if self.config.snapshot is not None and JobEnv.from_environ().requeue_marker:
             rank = self.world.rank
             stop_when_preempted(rank, self.world.ranks[rank].local_rank)
-        if self._saver.load() and self.prints:
-            assert self.config.snapshot is not None
-            path, epochs = self.config.snapshot.path, self.config.total_epochs
-            say(resume_line(path, self.epoch, epochs, self.samples_done, self.step))
+        self._saver.load()
         if self.config.metrics_path is not None and self.world.rank == 0:
             self.records.add(open_recorder(self.config.metrics_path, self.step))
         if self.prints:
@@ -160,6 +161,7 @@ class Trainer:
         source = self.eval_data if data is None else as_source(data, self.world.device)
         if source is None:
             raise DataError("nothing to evaluate: the Trainer was given no eval_data")
+        self._share_workers(source)
         self.world.average()
         self.batchnorm.synchronize()
         metrics = evaluate(
@@ -174,7 +176,7 @@ class Trainer:
         if self.prints:
             accuracy = f"  accuracy {metrics['accuracy']:.4f}" if "accuracy" in metrics else ""
             place = f"epoch {self.epoch}/{self.config.total_epochs}"
-            say(f"{place}  evaluation loss {metrics['loss']:.4f}{accuracy}")
+            show(f"{place}  evaluation loss {metrics['loss']:.4f}{accuracy}")
         return metrics
 
     def _evaluation_batch(self) -> int:
@@ -183,11 +185,6 @@ class Trainer:
         is_limited = limit < self.sampler.shares[self.world.rank]
         is_limited |= isinstance(self.config.micro_batch, int)
         return min(EVALUATION_BATCH, limit) if is_limited else EVALUATION_BATCH
-
-    def _make_step(self) -> OptimizerStep:
-        model = self._wrapped()
-        config = replace(self.config, micro_batch=self.split.micro_batch)
-        return OptimizerStep(self.world, model, self.optimizer, self.loss, self.precision, config)
 
     def _wrapped(self) -> nn.Module:
         if self.world.world_size == 1:
@@ -221,6 +218,7 @@ class Trainer:
         """One epoch, or the rest of it; False if all ranks have agreed to stop early."""
         self.sampler.set_epoch(self.epoch, self.samples_done)
         steps = len(self.sampler)
+        save_every = self.config.save_every_steps
         progress = Progress(self, steps)
         try:
             batches = self._batches(0)
@@ -237,16 +235,23 @@ class Trainer:
                 self._adaptive.after_step(index)
                 self._saver.probe_once(after_step=True)
                 progress.after_step(index)
-                if index + 1 < steps:
-                    self._save_within_epoch()
+                if save_every and self.step % save_every == 0 and index + 1 < steps:
+                    self._saver.save()
         finally:
             progress.close()
         return True
 
     def _batches(self, first: int) -> Iterator[Batch]:
         """This rank's batches of the epoch, from a step on."""
+        self._share_workers(self.train_data)
         spans = [self.sampler.span(step) for step in range(first, len(self.sampler))]
         return self.train_data.batches(self.sampler.order(), spans, self.epoch)
+
+    def _share_workers(self, source: Source) -> None:
+        """Let a source have as many loader workers as this rank's share of the batch needs."""
+        if isinstance(source, DatasetSource):
+            shares = self.sampler.shares
+            source.relative_share = shares[self.world.rank] * len(shares) / sum(shares)
 
     def _train_step(self, index: int, inputs: Tensor, targets: Tensor) -> None:
         counts = self.sampler.rank_samples(index)
@@ -269,17 +274,11 @@ class Trainer:
                 at = {"kind": "evaluation", "epoch": self.epoch, "step": self.step}
                 self.records({**at, **metrics})
         every = self.config.save_every_epochs
-        is_last = self.epoch == self.config.total_epochs
-        if is_last:
+        if self.epoch == self.config.total_epochs:
             self._saver.save_or_fail()
         elif every and self.epoch % every == 0:
             self._saver.save()
         return metrics
-
-    def _save_within_epoch(self) -> None:
-        every = self.config.save_every_steps
-        if every and self.step % every == 0:
-            self._saver.save()
 
     def _stop_early(self) -> None:
         self._saver.save_or_fail()
@@ -292,4 +291,4 @@ class Trainer:
                     f"the snapshot is saved, but the job will not be requeued: {error}"
                 ) from error
         if self.prints:
-            say(f"stopped by a signal after step {self.step}, with a snapshot to resume from")
+            show(f"stopped by a signal after step {self.step}, with a snapshot to resume from")

@@ -6,6 +6,8 @@ needs none of this.) DDP's ``broadcast_buffers`` would overwrite all of them wit
 uneven ranks perhaps those of the smallest share: switch it off.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -45,7 +47,11 @@ class BatchNormStatistics:
         if not buffers or not dist.is_initialized() or dist.get_world_size(self._group) == 1:
             return {name: buffer.clone() for name, buffer in buffers.items()}
         floats = [buffer for buffer in buffers.values() if buffer.is_floating_point()]
-        averages = iter(self._averages(floats))
+        total = floats[0].new_full((), self.samples, dtype=torch.float64)
+        dist.all_reduce(total, group=self._group)
+        world_size = dist.get_world_size(self._group)
+        fraction = self.samples / total.item() if total else 1 / world_size
+        averages = iter(weighted_means(floats, fraction, self._group))
         result = {}
         for name, buffer in buffers.items():
             if buffer.is_floating_point():
@@ -55,21 +61,6 @@ class BatchNormStatistics:
                 result[name] = buffer.clone()
                 dist.all_reduce(result[name], op=dist.ReduceOp.MAX, group=self._group)
         return result
-
-    def _averages(self, buffers: list[Tensor]) -> list[Tensor]:
-        """The buffers' means over the ranks, weighted by samples."""
-        # float64: a count beyond 2**24 times a statistic must not round.
-        flat = torch.cat([buffer.double().flatten() for buffer in buffers])
-        weight = flat.new_full((1,), float(self.samples))
-        total = weight.clone()
-        dist.all_reduce(total, group=self._group)
-        if total == 0:
-            weight = torch.ones_like(weight)
-        sums = torch.cat([flat * weight, weight])
-        dist.all_reduce(sums, group=self._group)
-        parts = torch.split(sums[:-1] / sums[-1], [buffer.numel() for buffer in buffers])
-        pairs = zip(parts, buffers, strict=True)
-        return [part.to(buffer.dtype).reshape(buffer.shape) for part, buffer in pairs]
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -105,3 +96,19 @@ class BatchNormStatistics:
         for name, buffer in self._buffers().items():
             buffer.copy_(buffers[name])
         self.samples = int(str(state["samples"]))
+
+
+def weighted_means(
+    buffers: Sequence[Tensor], fraction: float, group: dist.ProcessGroup | None
+) -> list[Tensor]:
+    """The buffers' means over the ranks, which all call it.
+
+    Args:
+        fraction: this rank's weight; the sum over all ranks is 1.
+    """
+    # float64: a mean of statistics that are the same on all ranks must be the same number.
+    flat = torch.cat([buffer.double().flatten() for buffer in buffers]) * fraction
+    dist.all_reduce(flat, group=group)
+    parts = torch.split(flat, [buffer.numel() for buffer in buffers])
+    pairs = zip(parts, buffers, strict=True)
+    return [part.to(buffer.dtype).view_as(buffer) for part, buffer in pairs]

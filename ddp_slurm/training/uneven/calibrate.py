@@ -83,14 +83,14 @@ class StepTimes:
             for parameter in group["params"]:
                 parameter.grad = torch.zeros_like(parameter)
         self.update = self._seconds_of_update()
-        """Seconds of the optimizer's step, which ``seconds`` has in it."""
+        """Seconds of the optimizer's step, which ``seconds`` includes."""
 
     def measure(self, sizes: Sequence[int], control: dist.ProcessGroup) -> None:
-        """Time steps of these sizes, cut off at the limit. All ranks call it, with equally many.
+        """Time steps of these sizes, cut off at the limit. All ranks call it with equally many.
 
         They begin each size together: ranks that share a host's CPUs or its power budget must be
-        measured as they will run. A size above one whose step took long is left out, and one that
-        does not fit the memory beside the optimizer's copy.
+        measured as they will run. Sizes above one whose step took long are left out, and so are
+        those that do not fit the memory beside the optimizer's copy.
         """
         least = min(2, self.limit)
         own = [min(max(size, least), self.limit) for size in sizes]
@@ -208,6 +208,6 @@ def _seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Until the GPU has done what it was given."""
+    """Return once the GPU has done all work that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

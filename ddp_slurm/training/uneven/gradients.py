@@ -149,7 +149,7 @@ def has_sync_batchnorm(model: nn.Module) -> bool:
 def wrap_model(
     model: nn.Module, device: torch.device, bucket_bytes: int | None = None
 ) -> DistributedDataParallel:
-    """DDP as it is right on uneven ranks. All ranks call it.
+    """DDP with the options that uneven ranks need. All ranks call it.
 
     Each rank keeps its own BatchNorm statistics, see ``batchnorm``. A resumed process adds the
     ranks' gradients up in the same order as an uninterrupted one, so that it gets the same bits.

@@ -72,9 +72,8 @@ def _split(
     rows = all_gather_values([sorted(times.seconds.items()), times.limit, times.update], control)
     measured = [curve_of(points) for points, _, _ in rows]
     alike = alike_made_equal(measured, cards, sizes)
-    pairs = list(zip(alike, rows, strict=True))
-    curves = [curve.in_passes_of(limit) for curve, (_, limit, _) in pairs]
-    computing = [c.without(row[2]) for c, row in zip(curves, rows, strict=True)]
+    curves = [c.in_passes_of(limit) for c, (_, limit, _) in zip(alike, rows, strict=True)]
+    computing = [c.without(update) for c, (_, _, update) in zip(curves, rows, strict=True)]
     return MeasuredShares(steady_split(global_batch, curves), curves, computing)
 
 
@@ -93,9 +92,7 @@ def ladder(global_batch: int, world_size: int) -> list[int]:
     share = -(-global_batch // world_size)
     first = max(2, share // 8)  # a BatchNorm1d has no variance of one sample
     sizes = [first * 2**i for i in range(6)]
-    return [size for size in sizes if size < global_batch] + [global_batch] * (
-        sizes[-1] >= global_batch
-    )
+    return sorted({min(size, global_batch) for size in sizes})
 
 
 def slowest_step(

@@ -19,18 +19,18 @@ ReadBatch: TypeAlias = Callable[[int], tuple[Tensor, Tensor]]
 def batch_reader(data: TrainingData, device: torch.device) -> ReadBatch:
     """Reads batches of ``data`` to ``device``. Raises BalanceError for data without a length, or
     without a sample."""
-    if isinstance(data, tuple) and all(isinstance(part, Tensor) for part in data):
-        inputs, targets = data
-        samples = len(targets)
-        collate = _pick_from(inputs, targets)
-    else:
-        samples = _length(data)
-        collate = _collate_from(data)
+    batch: Any = data
+    is_batch = isinstance(batch, tuple) and all(isinstance(part, Tensor) for part in batch)
+    samples = len(batch[1]) if is_batch else _length(data)
     if samples == 0:
         raise BalanceError("the training data have no sample to measure with")
 
     def read(count: int) -> tuple[Tensor, Tensor]:
-        inputs, targets = collate([index % samples for index in range(count)])
+        numbers = [index % samples for index in range(count)]
+        if is_batch:
+            inputs, targets = (part[numbers] for part in batch)
+        else:
+            inputs, targets = default_collate([data[number] for number in numbers])
         return inputs.to(device), targets.to(device)
 
     return read
@@ -44,11 +44,3 @@ def _length(data: Any) -> int:
             f"{type(data).__name__} has no length; to measure with a stream, give one batch "
             "(inputs, targets)"
         ) from None
-
-
-def _pick_from(inputs: Tensor, targets: Tensor) -> Callable[[list[int]], Any]:
-    return lambda indices: (inputs[indices], targets[indices])
-
-
-def _collate_from(data: Any) -> Callable[[list[int]], Any]:
-    return lambda indices: default_collate([data[index] for index in indices])

@@ -5,7 +5,7 @@ import contextlib
 import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -122,9 +122,8 @@ class BalancedSampler(Sampler[list[int]]):
 
     def span(self, step: int) -> tuple[int, int]:
         """Start and stop of this rank's samples of a step in ``order()``."""
-        counts = self.rank_samples(step)
-        start = self.first_sample + step * self.global_batch + sum(counts[: self.rank])
-        return start, start + counts[self.rank]
+        first = self.first_sample + step * self.global_batch
+        return rank_span(self.rank_samples(step), self.rank, first)
 
     def loss_weight(self, step: int) -> float:
         """The factor for this rank's mean loss in a step, see ``gradients``."""
@@ -147,6 +146,12 @@ class BalancedSampler(Sampler[list[int]]):
         for step in range(len(self)):
             start, stop = self.span(step)
             yield order[start:stop].tolist()
+
+
+def rank_span(counts: Sequence[int], rank: int, first: int = 0) -> tuple[int, int]:
+    """Start and stop of a rank's samples, of which each rank has so many, in rank order."""
+    start = first + sum(counts[:rank])
+    return start, start + counts[rank]
 
 
 def emptied(batch: Any) -> Any:
@@ -222,8 +227,8 @@ class BalancedIterable(IterableDataset[tuple[Any, int, int]]):
         """
         if not hasattr(self.stream, "set_epoch"):
             raise BalanceError(
-                f"the stream, a {type(self.stream).__name__}, has no set_epoch; "
-                "its order is its own"
+                f"the stream, a {type(self.stream).__name__}, has no set_epoch: its order cannot "
+                "be chosen"
             )
         self._epoch.fill_(epoch)
 
@@ -237,10 +242,7 @@ class BalancedIterable(IterableDataset[tuple[Any, int, int]]):
             step = 0
             while block := list(islice(source, sum(shares))):
                 if step % workers == turn:
-                    is_whole = len(block) == sum(shares)
-                    counts = shares if is_whole else apportion(len(block), shares)
-                    start = list(accumulate(counts, initial=0))[rank]
-                    own = block[start : start + counts[rank]]
+                    own = block[slice(*rank_span(apportion(len(block), shares), rank))]
                     yield (self.collate(own) if own else None), len(own), len(block)
                 step += 1
 

@@ -3,19 +3,21 @@
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddp_slurm.balance import apportion, planned_shares
 from ddp_slurm.console import table
 from ddp_slurm.errors import DdpSlurmError
 from ddp_slurm.training.uneven.gradients import LossFunction
+from ddp_slurm.training.uneven.sampler import rank_span
 
 ALLOWED = 1e-3
 """The largest relative difference that rounding explains in float32 after a few steps."""
@@ -94,7 +96,7 @@ def verify(
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.backends.cudnn.flags(allow_tf32=False):
         for batch in islice(data, steps):
-            on_device = tree_map(lambda part: _moved(part, device), tuple(batch))
+            on_device = tree_map_only(Tensor, lambda part: part.to(device), tuple(batch))
             whole.append(_gradient(trial, loss_function, on_device, [_samples(on_device)], [0]))
             counts = apportion(_samples(on_device), list(shares))
             parts.append(_gradient(trial, loss_function, on_device, counts, own))
@@ -106,10 +108,6 @@ def verify(
                 dist.all_reduce(gradient)
     layers = sorted({type(layer).__name__ for layer in trial.modules()})
     return compare(Recording(whole, layers), Recording(parts, layers))
-
-
-def _moved(part: Any, device: torch.device) -> Any:
-    return part.to(device) if isinstance(part, Tensor) else part
 
 
 def _samples(batch: Any) -> int:
@@ -127,13 +125,13 @@ def _gradient(
 ) -> Gradients:
     """The sum over the ``own`` ranks of their part of the mean over all ``counts`` samples."""
     total = sum(counts)
-    starts = list(accumulate(counts, initial=0))
     model.zero_grad()
     for rank in own:
-        first, last = starts[rank], starts[rank + 1]
+        first, last = rank_span(counts, rank)
         if first == last:
             continue
-        inputs, targets = tree_map(lambda part: _rows(part, first, last), batch)  # noqa: B023
+        own_rows = partial(_rows, first=first, last=last)
+        inputs, targets = tree_map_only(Tensor, own_rows, batch)
         loss = loss_function(model(inputs), targets) * (counts[rank] / total)
         loss.backward()  # type: ignore[no-untyped-call]
     return {
@@ -143,8 +141,8 @@ def _gradient(
     }
 
 
-def _rows(part: Any, first: int, last: int) -> Any:
-    return part[first:last] if isinstance(part, Tensor) and part.ndim else part
+def _rows(part: Tensor, first: int, last: int) -> Tensor:
+    return part[first:last] if part.ndim else part
 
 
 def compare(whole: Recording, ranks: Recording) -> GradientCheck:

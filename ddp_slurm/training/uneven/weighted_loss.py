@@ -82,10 +82,10 @@ class WeightedLoss:
             return None
         return "target_weight is looked at on the CPU: a batch without any weight has no mean"
 
-    def weight(self, targets: Tensor) -> Tensor:
-        """The sum of the targets' weights, a float64 scalar on their device."""
+    def weight(self, targets: Tensor) -> float | Tensor:
+        """The sum of the targets' weights: their number, or a float64 scalar on their device."""
         if self._target_weight is None:
-            return torch.tensor(len(targets), dtype=torch.float64, device=targets.device)
+            return len(targets)
         return torch.as_tensor(self._target_weight(targets), dtype=torch.float64).to(targets.device)
 
     def is_empty(self, targets: Tensor) -> bool:
@@ -96,14 +96,13 @@ class WeightedLoss:
         if len(targets) == 0:
             return True
         has_sum = self._sum_of is not None
-        return not self.is_sample_mean and not has_sum and self.weight(targets).item() == 0
+        return not self.is_sample_mean and not has_sum and float(self.weight(targets)) == 0
 
     def value_and_factor(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, float | Tensor]:
         """A loss with a gradient, and the factor that makes it the sum over the targets."""
         if self._sum_of is not None:  # no 0/0 if all targets are ignored
             return self._sum_of(outputs, targets), 1.0
-        factor = len(targets) if self._target_weight is None else self.weight(targets)
-        return self.function(outputs, targets), factor
+        return self.function(outputs, targets), self.weight(targets)
 
     @torch.no_grad()
     def check(self, outputs: Tensor, targets: Tensor) -> None:
@@ -119,8 +118,8 @@ class WeightedLoss:
         parts = (slice(None), slice(half), slice(half, None))
         with torch.random.fork_rng(devices):
             losses = [self.function(outputs[part], targets[part]) for part in parts]
-        whole, first, second = (float(loss.item()) for loss in losses)
-        weights = [float(self.weight(targets[part]).item()) for part in parts[1:]]
+        whole, first, second = (float(loss) for loss in losses)
+        weights = [float(self.weight(targets[part])) for part in parts[1:]]
         if 0 in weights:
             return
         both = (first * weights[0] + second * weights[1]) / sum(weights)
@@ -156,27 +155,20 @@ class WeightedLoss:
 def _known_options(loss_function: Any) -> tuple[Callable[..., Tensor], dict[str, Any]] | None:
     """The torch function behind a loss function and its keyword arguments, if its weights are
     known."""
-    if type(loss_function) is nn.CrossEntropyLoss:
-        smoothing = loss_function.label_smoothing
-        options = {**_module_options(loss_function), "label_smoothing": smoothing}
-        return functional.cross_entropy, options
-    if type(loss_function) is nn.NLLLoss:
-        return functional.nll_loss, _module_options(loss_function)
+    functions: dict[type, Callable[..., Tensor]] = {
+        nn.CrossEntropyLoss: functional.cross_entropy,
+        nn.NLLLoss: functional.nll_loss,
+    }
     options = {}
-    if isinstance(loss_function, functools.partial) and not loss_function.args:
+    if type(loss_function) in functions:
+        for name in ("weight", "ignore_index", "reduction", "label_smoothing"):
+            if hasattr(loss_function, name):
+                options[name] = getattr(loss_function, name)
+        loss_function = functions[type(loss_function)]
+    elif isinstance(loss_function, functools.partial) and not loss_function.args:
         options = dict(loss_function.keywords)
         loss_function = loss_function.func
-    if loss_function in (functional.cross_entropy, functional.nll_loss):
-        return loss_function, options
-    return None
-
-
-def _module_options(module: Any) -> dict[str, Any]:
-    return {
-        "weight": module.weight,
-        "ignore_index": module.ignore_index,
-        "reduction": module.reduction,
-    }
+    return (loss_function, options) if loss_function in functions.values() else None
 
 
 def _class_weights(weight: Tensor | None, ignore_index: int, targets: Tensor) -> Tensor:
