@@ -99,6 +99,13 @@ def test_evaluation_without_samples_is_an_error() -> None:
         )
 
 
+def test_evaluation_of_ignored_targets_is_an_error() -> None:
+    source = ResidentTensors(torch.ones(5, 2), torch.full((5,), -100), CPU)
+    loss, precision = WeightedLoss(cross_entropy), Precision("fp32", "cpu")
+    with pytest.raises(DataError, match="are all ignored, or of weight 0"):
+        evaluate(torch.nn.Identity(), source, loss, rank=0, shares=[1], precision=precision)
+
+
 A100 = dataclasses.replace(
     FACT, rank=1, node_name="alpha", device_name="NVIDIA A100", compute_capability=(8, 0)
 )

@@ -31,7 +31,7 @@ def evaluate(
     DDP: no rank waits for another until the sums are reduced. All ranks call it and get the same
     values.
 
-    Raises DataError, on every rank, if ``source`` has no samples.
+    Raises DataError, on every rank, if ``source`` has no samples, or none with a weight.
     """
     if len(source) == 0:
         raise DataError("the evaluation data have no samples")
@@ -41,6 +41,8 @@ def evaluate(
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(sums)
     loss_sum, weight, samples, correct, classified = sums.tolist()
+    if weight == 0:
+        raise DataError("the targets of the evaluation data are all ignored, or of weight 0")
     result = {"loss": loss_sum / weight, "samples": samples}
     if classified == samples:
         result["accuracy"] = correct / samples
