@@ -33,16 +33,15 @@ def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _temporary_folder() -> Iterator[None]:
     """For what jobs and torchruns that are killed leave behind. Users of a lab may write to it."""
-    tmp_path_factory.getbasetemp()  # remains where pytest says
+    tempfile.gettempdir()  # this process goes on with the one that it has
     with (
         tempfile.TemporaryDirectory(prefix="ddp_slurm_tests.", ignore_cleanup_errors=True) as name,
         pytest.MonkeyPatch.context() as patch,
     ):
         os.chmod(name, 0o1777)
         patch.setitem(os.environ, "TMPDIR", name)
-        patch.setattr(tempfile, "tempdir", None)
         yield
 
 

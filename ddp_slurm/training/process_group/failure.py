@@ -39,8 +39,9 @@ from ddp_slurm.training.process_group.peers import (
 
 REPORT_SECONDS = 10.0
 """The longest that reporting to the other ranks may take; then the process ends without it."""
-LAST_WORDS_SECONDS = 2.0
-"""How long rank 0, whose store carries the messages, stays for the others to read them."""
+LAST_WORDS_SECONDS = 5.0
+"""How long rank 0, whose store carries the messages, stays for the others to read them. It does not
+wait for ranks that are known to be lost."""
 LATE_SECONDS = 10.0
 """So long after one rank has left, the log names those that have not."""
 JOIN_SECONDS = 5.0
@@ -151,6 +152,8 @@ class FailureWatch:
         """End all ranks, in the thread of the heartbeat."""
         self._leaving.acquire()
         with self._deadline(1):
+            with contextlib.suppress(RuntimeError):  # the store is gone
+                self._count_as_ended(lost)
             first = self._settle(Ending(1, self.peers.lost(lost)), is_consequence=False)
             print_last(self.peers.ends_because(first.text))
             self._linger()
@@ -225,6 +228,7 @@ class FailureWatch:
             return first
         found = peers.call_roll("failure")
         if found.lost:
+            self._count_as_ended(found.lost)
             return Ending(1, peers.lost(found.lost))
         if found.leaving:
             return Ending(
@@ -242,10 +246,14 @@ class FailureWatch:
         """Rank 0's end is the store's end: it waits until the others have read why they end."""
         peers = self.peers
         with contextlib.suppress(RuntimeError):  # the store is gone, and so are its readers
-            peers.store.set(f"ended/{peers.rank}", "")
+            self._count_as_ended([peers.rank])
             if peers.rank == 0:
-                ended = [f"ended/{rank}" for rank in peers.others]
-                wait_for(peers.store, ended, LAST_WORDS_SECONDS)
+                wait_for(peers.store, list(map(_ended_key, peers.others)), LAST_WORDS_SECONDS)
+
+    def _count_as_ended(self, ranks: list[int]) -> None:
+        """Rank 0 does not wait for them."""
+        for rank in ranks:
+            self.peers.store.set(_ended_key(rank), "")
 
     def _deadline(self, status: int) -> Deadline:
         reason = self.peers.rank_0_does_not_respond()
@@ -271,3 +279,7 @@ class FailureWatch:
             f"{peers.name(late)} did not; a collective that waits for the former fails after "
             f"{self.timeout_seconds:.0f} s"
         )
+
+
+def _ended_key(rank: int) -> str:
+    return f"ended/{rank}"
