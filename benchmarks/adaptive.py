@@ -30,7 +30,7 @@ parser.add_argument("--batch-size", type=int, default=1024, help="a rank, on ave
 parser.add_argument("--steps", type=int, default=450)
 parser.add_argument("--rounds", type=int, default=2)
 
-slowed = {"from_step": -1, "trainer": None}
+slowed: dict[str, Any] = {"from_step": -1, "trainer": None}
 """Of this rank: the step from which on each part runs twice; never below 0."""
 
 
@@ -43,7 +43,7 @@ class SometimesTwice(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         outputs: Tensor = self.inner(images)
-        trainer: Any = slowed["trainer"]
+        trainer = slowed["trainer"]
         is_slow = trainer is not None and 0 <= slowed["from_step"] <= trainer.step
         return (outputs + self.inner(images)) / 2 if is_slow else outputs
 
@@ -81,7 +81,8 @@ def records_of(
         quiet=shares is not None,
     )
     is_last = world.rank == world.world_size - 1
-    slowed.update(trainer=trainer, from_step=slow_from if is_last else -1)
+    slowed["trainer"] = trainer
+    slowed["from_step"] = slow_from if is_last else -1
     trainer.train()
     return [record for record in found if record["kind"] == "train"]
 

@@ -39,7 +39,9 @@ parser = argparse.ArgumentParser(
 )
 parser.add_argument("--batch-size", type=int, help="per rank; default 512 on a GPU, 32 on a CPU")
 parser.add_argument("--steps", type=int, help="per measurement; default 90 on a GPU, 10 on a CPU")
-parser.add_argument("--model", choices=MODELS, help="default resnet18 on a GPU, small on a CPU")
+parser.add_argument(
+    "--model", choices=MODELS, default="", help="default resnet18 on a GPU, small on a CPU"
+)
 parser.add_argument("--precision", default="auto")
 parser.add_argument(
     "--workers", type=int, default=6, help="of the usual loop's DataLoader, per rank"
@@ -48,9 +50,10 @@ parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
 LINE = "images/s of one rank: "
 
 
-def network(name: str) -> nn.Module:
+def network(world: World, name: str = "") -> nn.Module:
+    """``name`` of MODELS; without it a ResNet that suits the device."""
     torch.manual_seed(0)
-    return MODELS[name]()
+    return MODELS[name or ("resnet18" if world.device.type == "cuda" else "small")]()
 
 
 def trainer_rate(world: World, name: str, batch: int, steps: int, precision: str) -> float:
@@ -59,7 +62,7 @@ def trainer_rate(world: World, name: str, batch: int, steps: int, precision: str
     images = torch.randint(0, 256, (samples, 32, 32, 3), dtype=torch.uint8)
     labels = torch.randint(0, 10, (samples,))
     data = ResidentImages(images, labels, world.device, mean=MEAN, std=STD, augment=True)
-    model = to_channels_last(network(name)).to(world.device)
+    model = to_channels_last(network(world, name)).to(world.device)
     optimizer = torch.optim.SGD(
         model.parameters(),
         lr=0.01,
@@ -86,7 +89,7 @@ def trainer_rate(world: World, name: str, batch: int, steps: int, precision: str
     return statistics.median(rates[2:]) if rates else 0.0
 
 
-def usual_rate(world: World, name: str, batch: int, steps: int, workers: int) -> float | None:
+def usual_rate(world: World, batch: int, steps: int, workers: int, name: str = "") -> float | None:
     """The loop of the tutorials; None without torchvision."""
     try:
         from torchvision import transforms
@@ -120,7 +123,7 @@ def usual_rate(world: World, name: str, batch: int, steps: int, workers: int) ->
         num_workers=workers if gpu else 0,
         pin_memory=gpu,
     )
-    model = nn.parallel.DistributedDataParallel(network(name).to(world.device))
+    model = nn.parallel.DistributedDataParallel(network(world, name).to(world.device))
     optimizer = torch.optim.SGD(
         model.parameters(), lr=0.01, momentum=0.9, nesterov=True, weight_decay=5e-4
     )
@@ -175,16 +178,16 @@ def main() -> None:
             arguments.batch_size or (512 if gpu else 32),
             arguments.steps or (90 if gpu else 10),
         )
-        name = arguments.model or ("resnet18" if gpu else "small")
-        together = trainer_rate(world, name, batch, steps, arguments.precision)
+        together = trainer_rate(world, arguments.model, batch, steps, arguments.precision)
         if arguments.alone:
             print(f"{LINE}{together}")
             return
-        usual = usual_rate(world, name, batch, steps, arguments.workers)
+        usual = usual_rate(world, batch, steps, arguments.workers, arguments.model)
         dist.barrier(group=world.control)
         if world.rank == 0:
             device = torch.cuda.get_device_name() if gpu else "cpu"
-            what = f"{name}, batch {batch} a rank, precision {arguments.precision}"
+            what = f"{arguments.model or 'ResNet'}, batch {batch} a rank"
+            what += f", precision {arguments.precision}"
             print(f"{world.world_size} x {device}, {what}")
             print(f"Trainer, 1 rank: {one:,.0f} images/s")
             print(f"Trainer, {world.world_size} ranks: {together:,.0f} images/s")

@@ -104,9 +104,9 @@ def settings_of(way: str, options: argparse.Namespace) -> argparse.Namespace:
         raise SystemExit(f"--ways {way}: unknown settings {', '.join(numbers)}")
     wrap.LocalConfig = functools.partial(LocalConfig, **local)  # type: ignore[assignment,attr-defined]
     if "delay" in local:
-        wrap.steps_of_delay = lambda *measured: local["delay"]  # type: ignore[assignment]
+        wrap.steps_of_delay = lambda *measured: local["delay"]  # type: ignore[assignment,attr-defined]
     else:
-        wrap.steps_of_delay = steps_of_delay
+        wrap.steps_of_delay = steps_of_delay  # type: ignore[attr-defined]
     return changed
 
 

@@ -84,8 +84,8 @@ def start(command: list[str], parts: list[str], shared: dict[str, str]) -> int:
                 return failed[0]
             time.sleep(0.1)
     finally:
-        for rank in ranks:
-            rank.kill()
+        for process in ranks:
+            process.kill()
     return max(rank.wait() for rank in ranks)
 
 

@@ -185,11 +185,13 @@ def rate_as_graph(world: World, work: Workload, model: nn.Module, share: int, st
     synchronize(world)
     dist.barrier(group=world.control)
     started = time.perf_counter()
-    for _ in range(steps if run is not None else 0):
+    if run is None:
+        return 0.0
+    for _ in range(steps):
         run()
         optimizer.step()
     synchronize(world)
-    return steps * share / (time.perf_counter() - started) if run is not None else 0.0
+    return steps * share / (time.perf_counter() - started)
 
 
 def trainer_of(
