@@ -1,5 +1,6 @@
 """Images as a Source: on the GPU, or streamed to it, and normalised and augmented there."""
 
+import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -68,11 +69,11 @@ class _Images:
         return (images * self._factor + self._offset).permute(0, 3, 1, 2)
 
     def _moves(self, epoch: int) -> Tensor:
-        """Of each sample: shift down, shift right (-4..4), mirrored (0, 1); int64 (samples, 3)."""
+        """Of each sample, how it is moved in this epoch: see ``move``; int64 (samples, 2)."""
         generator = torch.Generator().manual_seed(seed_of(self.seed, epoch, "augment"))
-        moves = torch.randint(-SHIFT_PIXELS, SHIFT_PIXELS + 1, (len(self), 3), generator=generator)
-        moves[:, 2] = torch.randint(0, 2, (len(self),), generator=generator)
-        return moves
+        shifts = torch.randint(-SHIFT_PIXELS, SHIFT_PIXELS + 1, (len(self), 3), generator=generator)
+        mirrored = torch.randint(0, 2, (len(self),), generator=generator)
+        return move(shifts[:, 0], shifts[:, 1], mirrored)
 
 
 class ResidentImages(_Images):
@@ -87,14 +88,15 @@ class ResidentImages(_Images):
 
     def batches(self, order: Tensor, spans: Sequence[Span], epoch: int) -> Iterator[Batch]:
         order = order.to(self.device)
-        moves = self._moves(epoch).to(self.device) if self.augment else None
+        labels = self.labels[order]
+        moves = self._moves(epoch).to(self.device)[order] if self.augment else None
         for start, stop in spans:
             chosen = order[start:stop]
             if moves is None:
                 images = self.images[chosen]
             else:
-                images = moved(self.images, chosen, moves[chosen])
-            yield self._normalised(images), self.labels[chosen]
+                images = moved(self.images, chosen, moves[start:stop])
+            yield self._normalised(images), labels[start:stop]
 
 
 class StreamedImages(_Images):
@@ -147,21 +149,36 @@ class StreamedImages(_Images):
         return self._normalised(images), labels
 
 
+def move(down: Tensor, right: Tensor, mirrored: Tensor) -> Tensor:
+    """Shifts (-4..4 pixels) and whether mirrored (0, 1), of each sample, as rows of ``_places``."""
+    shifts = 2 * SHIFT_PIXELS + 1
+    return torch.stack([down + SHIFT_PIXELS, mirrored * shifts + right + SHIFT_PIXELS], dim=1)
+
+
 def moved(images: Tensor, chosen: Tensor, moves: Tensor) -> Tensor:
     """Chosen images, shifted and mirrored. Each pixel is looked up: one gather, no padded copy.
+
+    Few kernels: with a small model their launches are a large part of a step.
 
     Args:
         images: (samples, height, width, channels).
         chosen: their numbers, (n,).
-        moves: of each chosen one: shift down, shift right, mirrored (0, 1); int64 (n, 3).
+        moves: of each chosen one, as ``move`` returns them, int64 (n, 2).
     """
-    height, width = images.shape[1:3]
-    down, right, mirrored = moves[:, :1], moves[:, 1:2], moves[:, 2:]
-    rows = _reflect(torch.arange(height, device=images.device) + down, height)
-    columns = torch.arange(width, device=images.device).expand(len(chosen), width)
-    columns = torch.where(mirrored == 1, width - 1 - columns, columns)
-    columns = _reflect(columns + right, width)
+    row_places, column_places = _places(images.shape[1], images.shape[2], images.device)
+    rows, columns = row_places[moves[:, 0]], column_places[moves[:, 1]]
     return images[chosen[:, None, None], rows[:, :, None], columns[:, None, :]]
+
+
+@functools.cache
+def _places(height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """For each move, which row of the image each row shows, (9, height), and which column each
+    column shows, (18, width): unmirrored ones first."""
+    shifts = torch.arange(-SHIFT_PIXELS, SHIFT_PIXELS + 1)[:, None]
+    rows = _reflect(torch.arange(height) + shifts, height)
+    columns = torch.arange(width)
+    either_way = [_reflect(each + shifts, width) for each in (columns, columns.flip(0))]
+    return rows.to(device), torch.cat(either_way).to(device)
 
 
 def _reflect(positions: Tensor, size: int) -> Tensor:

@@ -21,7 +21,7 @@ from ddp_slurm.training.data import (
     ResidentTensors,
     as_source,
 )
-from ddp_slurm.training.images import ResidentImages, moved
+from ddp_slurm.training.images import ResidentImages, move, moved
 
 CPU = torch.device("cpu")
 
@@ -47,13 +47,16 @@ def test_augmentation_shifts_mirrors_and_reflects() -> None:
         torch.arange(32, dtype=torch.uint8).expand(1, 3, 32, 32).permute(0, 2, 3, 1).contiguous()
     )
     images = images + 32 * (torch.arange(32, dtype=torch.uint8) % 7)[None, :, None, None]
-    shifted = moved(images, torch.tensor([0]), torch.tensor([[2, -3, 0]]))
+    first, none, one = torch.tensor([0]), torch.tensor([0]), torch.tensor([1])
+    shifted = moved(images, first, move(torch.tensor([2]), torch.tensor([-3]), none))
     padded = torch.nn.functional.pad(
         images.permute(0, 3, 1, 2).float(), (4, 4, 4, 4), mode="reflect"
     )
     assert torch.equal(shifted.permute(0, 3, 1, 2).float(), padded[:, :, 6:38, 1:33])
-    mirrored = moved(images, torch.tensor([0]), torch.tensor([[0, 0, 1]]))
-    assert torch.equal(mirrored, images.flip(2))
+    assert torch.equal(moved(images, first, move(none, none, one)), images.flip(2))
+    both = moved(images, first, move(none, one, one))
+    flipped = torch.nn.functional.pad(images.permute(0, 3, 1, 2).float(), (4,) * 4, mode="reflect")
+    assert torch.equal(both.permute(0, 3, 1, 2).float(), flipped.flip(3)[:, :, 4:36, 3:35])
 
 
 def test_resident_images_are_normalised_per_channel() -> None:

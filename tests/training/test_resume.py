@@ -86,7 +86,7 @@ def test_trainer_resume_with_other_shares_keeps_rank_state(tmp_path: Path) -> No
         stateful=False,
         options={"log_every_steps": 100},
     )
-    assert not run(tmp_path / "stopped", (1, 1), Run(**{**vars(settings), "usr2": (1, 8)}))[
+    assert not run(tmp_path / "stopped", (1, 1), Run(**{**vars(settings), "usr2": (1, 2)}))[
         0
     ].finished
     resumed = run(tmp_path / "resumed", (1, 1), Run(**{**vars(settings), "shares": (5, 3)}))
@@ -98,7 +98,8 @@ def test_trainer_resume_with_other_shares_keeps_rank_state(tmp_path: Path) -> No
         for r in resumed[0].records + whole[0].records
         if (r["kind"], r["step"]) == ("train", 12)
     ]
-    assert of_the_epoch[0] == pytest.approx(of_the_epoch[1], rel=1e-9)
+    # in fp32, whose sums depend on the shares
+    assert of_the_epoch[0] == pytest.approx(of_the_epoch[1], rel=1e-6)
 
 
 def test_trainer_resume_continues_random_transforms(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import secrets
 import signal
 import socket
 import sys
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE_SECONDS = 90.0
-TOKEN = "0123456789abcdef" * 2
 NO_TOKEN = {"DDP_SLURM_TOKEN": ""}
 """As with a launcher that knows nothing of this project."""
 
@@ -50,6 +50,7 @@ def rank_environments(tasks: Sequence[int]) -> list[dict[str, str]]:
     """The env:// variables of every rank for so many tasks on each node. All nodes are this
     machine."""
     world_size, port, result = sum(tasks), free_port(), []
+    token = secrets.token_hex(16)  # worlds of tests that run at once do not find each other
     for node, count in enumerate(tasks):
         for local_rank in range(count):
             result.append(
@@ -61,7 +62,7 @@ def rank_environments(tasks: Sequence[int]) -> list[dict[str, str]]:
                     "NODE_RANK": str(node),
                     "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": str(port),
-                    "DDP_SLURM_TOKEN": TOKEN,
+                    "DDP_SLURM_TOKEN": token,
                 }
             )
     return result

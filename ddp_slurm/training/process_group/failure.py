@@ -29,6 +29,7 @@ from ddp_slurm.training.process_group.peers import (
     Ending,
     Message,
     Peers,
+    ended_key,
     leaving_key,
     left_key,
     read_first_failure,
@@ -153,7 +154,7 @@ class FailureWatch:
         self._leaving.acquire()
         with self._deadline(1):
             with contextlib.suppress(RuntimeError):  # the store is gone
-                self._count_as_ended(lost)
+                self.peers.count_as_ended(lost)
             first = self._settle(Ending(1, self.peers.lost(lost)), is_consequence=False)
             print_last(self.peers.ends_because(first.text))
             self._linger()
@@ -228,7 +229,6 @@ class FailureWatch:
             return first
         found = peers.call_roll("failure")
         if found.lost:
-            self._count_as_ended(found.lost)
             return Ending(1, peers.lost(found.lost))
         if found.leaving:
             return Ending(
@@ -246,14 +246,9 @@ class FailureWatch:
         """Rank 0's end is the store's end: it waits until the others have read why they end."""
         peers = self.peers
         with contextlib.suppress(RuntimeError):  # the store is gone, and so are its readers
-            self._count_as_ended([peers.rank])
+            peers.count_as_ended([peers.rank])
             if peers.rank == 0:
-                wait_for(peers.store, list(map(_ended_key, peers.others)), LAST_WORDS_SECONDS)
-
-    def _count_as_ended(self, ranks: list[int]) -> None:
-        """Rank 0 does not wait for them."""
-        for rank in ranks:
-            self.peers.store.set(_ended_key(rank), "")
+                wait_for(peers.store, list(map(ended_key, peers.others)), LAST_WORDS_SECONDS)
 
     def _deadline(self, status: int) -> Deadline:
         reason = self.peers.rank_0_does_not_respond()
@@ -279,7 +274,3 @@ class FailureWatch:
             f"{peers.name(late)} did not; a collective that waits for the former fails after "
             f"{self.timeout_seconds:.0f} s"
         )
-
-
-def _ended_key(rank: int) -> str:
-    return f"ended/{rank}"

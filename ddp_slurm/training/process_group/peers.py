@@ -112,7 +112,14 @@ class Peers:
         absent = [rank for rank, key in present.items() if not self.store.check([key])]
         gone = self.ranks_with(left_key)
         leaving = [rank for rank in self.ranks_with(leaving_key) if rank != self.rank]
-        return RollCall(leaving, [rank for rank in absent if rank not in gone])
+        lost = [rank for rank in absent if rank not in gone]
+        self.count_as_ended(lost)
+        return RollCall(leaving, lost)
+
+    def count_as_ended(self, ranks: list[int]) -> None:
+        """Rank 0 does not wait for them to read why they end."""
+        for rank in ranks:
+            self.store.set(ended_key(rank), "")
 
     def ranks_with(self, key: Callable[[int], str]) -> list[int]:
         """The ranks whose key exists."""
@@ -184,6 +191,11 @@ def _message_key(rank: int, number: int) -> str:
 
 def _present_key(roll_call: str, rank: int) -> str:
     return f"present/{roll_call}/{rank}"
+
+
+def ended_key(rank: int) -> str:
+    """Set when the rank needs no more messages."""
+    return f"ended/{rank}"
 
 
 def leaving_key(rank: int) -> str:

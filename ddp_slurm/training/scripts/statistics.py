@@ -40,9 +40,8 @@ def average_statistics(ddp: DistributedDataParallel, get_share: Callable[[], Sha
         if others:
             ddp._default_broadcast_coalesced(bufs=others)  # type: ignore[no-untyped-call]
         share = get_share()
-        world_size = dist.get_world_size(ddp.process_group)
-        fraction = 1 / world_size if share is None else share.own / share.total
-        means = weighted_means(averaged, fraction, ddp.process_group)
+        weight = 1 if share is None else share.own
+        means = weighted_means(averaged, weight, ddp.process_group)
         for buffer, mean in zip(averaged, means, strict=True):
             buffer.copy_(mean)
 

@@ -49,9 +49,7 @@ class BatchNormStatistics:
         floats = [buffer for buffer in buffers.values() if buffer.is_floating_point()]
         total = floats[0].new_full((), self.samples, dtype=torch.float64)
         dist.all_reduce(total, group=self._group)
-        world_size = dist.get_world_size(self._group)
-        fraction = self.samples / total.item() if total else 1 / world_size
-        averages = iter(weighted_means(floats, fraction, self._group))
+        averages = iter(weighted_means(floats, self.samples if total else 1, self._group))
         result = {}
         for name, buffer in buffers.items():
             if buffer.is_floating_point():
@@ -99,16 +97,16 @@ class BatchNormStatistics:
 
 
 def weighted_means(
-    buffers: Sequence[Tensor], fraction: float, group: dist.ProcessGroup | None
+    buffers: Sequence[Tensor], weight: int, group: dist.ProcessGroup | None
 ) -> list[Tensor]:
-    """The buffers' means over the ranks, which all call it.
+    """The buffers' means over the ranks, which all call it, weighted by their numbers ``weight``.
 
-    Args:
-        fraction: this rank's weight; the sum over all ranks is 1.
+    The mean of statistics that are the same on all ranks is the same number, so that a second one
+    changes nothing: whole numbers are the weights, not parts of 1, and it is computed in float64.
     """
-    # float64: a mean of statistics that are the same on all ranks must be the same number.
-    flat = torch.cat([buffer.double().flatten() for buffer in buffers]) * fraction
-    dist.all_reduce(flat, group=group)
-    parts = torch.split(flat, [buffer.numel() for buffer in buffers])
+    flat = torch.cat([buffer.double().flatten() for buffer in buffers])
+    sums = torch.cat([flat * weight, flat.new_full((1,), weight)])
+    dist.all_reduce(sums, group=group)
+    parts = torch.split(sums[:-1] / sums[-1], [buffer.numel() for buffer in buffers])
     pairs = zip(parts, buffers, strict=True)
     return [part.to(buffer.dtype).view_as(buffer) for part, buffer in pairs]
