@@ -88,6 +88,8 @@ _ddp_open_run_folder() {
 
 _ddp_on_exit() {
   local status=$? command=$BASH_COMMAND
+  # A subshell that gets SIGTERM before bash has reset its traps would leave a marker, too.
+  [[ $BASHPID -eq $$ ]] || return 0
   if [[ $status -ne 0 && -n $_ddp_stage ]]; then
     _ddp_say "$_ddp_stage: exit status $status of: ${_ddp_failed_command:-$command}"
   fi

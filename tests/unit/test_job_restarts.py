@@ -27,6 +27,17 @@ def test_stop_at_the_time_limit_requeues_up_to_max_restarts(
     assert slurm.calls == ["scontrol requeue 7"]
 
 
+def test_subshell_that_ends_leaves_no_exit_marker(
+    script: MakeScript, stub: Stub, slurm: FakeSlurm
+) -> None:
+    """One that is ended just after its fork still has the script's trap."""
+    stub("srun", STOP_EARLY)
+    job = script(**REQUEUE, setup=["(_ddp_on_exit)"])
+    assert job.run() == 0
+    assert "requeued (1 of 1)" in job.log
+    assert job.exit_marker is None
+
+
 @pytest.mark.parametrize("status", [0, 1])
 def test_job_that_slurm_requeues_after_its_end_runs_once(
     script: MakeScript, stub: Stub, slurm: FakeSlurm, status: int
