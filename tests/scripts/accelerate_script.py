@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 accelerator = Accelerator()
-inputs = torch.arange(56.0).reshape(56, 1) / 56
+inputs = torch.arange(84.0).reshape(84, 1) / 84
 loader = DataLoader(TensorDataset(inputs, 3 * inputs + 1), batch_size=4, shuffle=True)
 model = nn.Linear(1, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

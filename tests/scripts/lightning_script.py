@@ -27,7 +27,7 @@ class Line(L.LightningModule):
 
 
 devices = int(sys.argv[1]) if sys.argv[1].isdigit() else sys.argv[1]
-inputs = torch.arange(56.0).reshape(56, 1) / 56
+inputs = torch.arange(84.0).reshape(84, 1) / 84
 loader = DataLoader(TensorDataset(inputs, 3 * inputs + 1), batch_size=4, shuffle=True)
 model = Line()
 trainer = L.Trainer(

@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 if torch.cuda.is_available():
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-inputs = torch.arange(56.0).reshape(56, 1) / 56
+inputs = torch.arange(84.0).reshape(84, 1) / 84
 data = TensorDataset(inputs, 3 * inputs + 1)
 sampler = DistributedSampler(data)
 model = DistributedDataParallel(nn.Linear(1, 1))

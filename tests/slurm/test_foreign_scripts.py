@@ -26,6 +26,8 @@ nodes:
   - {name: beta, gpus: {type: v100, count: 2}}
   - {name: alpha, gpus: {type: a100, count: 4}}
 """
+THREE_RANKS = CLUSTER[: CLUSTER.index("  - {name: alpha")]
+"""For what all ranks take long to import."""
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 ALONE = {
     "RANK": "0",
@@ -39,10 +41,10 @@ LIMIT = "--time=10"  # minutes: seven times "import lightning" is slow on a busy
 pytestmark = pytest.mark.timeout(900)
 
 
-def script(tmp_path: Path, **options: object) -> str:
-    """The job script for the lab's 7 ranks."""
+def script(tmp_path: Path, cluster: str = CLUSTER, **options: object) -> str:
+    """The job script for the lab's 7 ranks, or those of another cluster."""
     file = tmp_path / "cluster.yaml"
-    file.write_text(CLUSTER)
+    file.write_text(cluster)
     return render_sbatch(
         make_plan(Cluster.load(file), JobOptions.read({"python": sys.executable, **options}))
     )
@@ -64,29 +66,29 @@ def results(output: str) -> dict[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "words"),
+    ("launcher", "words", "ranks"),
     [
-        ("srun", ["plain_ddp.py"]),
-        ("srun", ["accelerate_script.py"]),
-        ("srun", ["lightning_script.py", "auto", "3"]),
-        ("torchrun", ["accelerate_script.py"]),
-        ("torchrun", ["lightning_script.py", "auto", "3"]),
+        ("srun", ["plain_ddp.py"], 7),
+        ("srun", ["accelerate_script.py"], 3),
+        ("srun", ["lightning_script.py", "auto", "2"], 3),
+        ("torchrun", ["accelerate_script.py"], 7),
+        ("torchrun", ["lightning_script.py", "auto", "2"], 3),
     ],
-    ids=lambda value: value if isinstance(value, str) else value[0],
+    ids=lambda value: value[0] if isinstance(value, list) else str(value),
 )
 def test_every_rank_is_in_one_world(
-    live_lab: Lab, run_job: RunJob, tmp_path: Path, launcher: str, words: list[str]
+    live_lab: Lab, run_job: RunJob, tmp_path: Path, launcher: str, words: list[str], ranks: int
 ) -> None:
     through = ["-m", "ddp_slurm.run"] if launcher == "srun" else []
     command = ["python", *through, str(SCRIPTS / words[0]), *words[1:]]
-    job = run_job(
-        live_lab, script(tmp_path, command=command, launcher=launcher), LIMIT, env=environ(tmp_path)
-    )
+    cluster = CLUSTER if ranks == 7 else THREE_RANKS
+    text = script(tmp_path, cluster, command=command, launcher=launcher)
+    job = run_job(live_lab, text, LIMIT, env=environ(tmp_path))
     found = results(job.output)
     assert job.state == "COMPLETED", job.output
-    assert sorted(found) == list(range(7)), job.output
+    assert sorted(found) == list(range(ranks)), job.output
     assert len(set(found.values())) == 1, "the parameters differ: " + job.output
-    answer = re.search(r"world=7 samples=8 weight=(\S+) bias=(\S+)", found[0])
+    answer = re.search(rf"world={ranks} samples={84 // ranks} weight=(\S+) bias=(\S+)", found[0])
     assert answer, found[0]
     assert float(answer[1]) == pytest.approx(3, abs=0.05)
     assert float(answer[2]) == pytest.approx(1, abs=0.05)
@@ -139,7 +141,11 @@ def test_lightnings_own_slurm_environment_fails(
     """It reads another component's SLURM_NTASKS_PER_NODE as its own."""
     job = run_job(
         live_lab,
-        script(tmp_path, command=["python", str(SCRIPTS / "lightning_script.py"), "auto", "3"]),
+        script(
+            tmp_path,
+            THREE_RANKS,
+            command=["python", str(SCRIPTS / "lightning_script.py"), "auto", "2"],
+        ),
         LIMIT,
         env=environ(tmp_path),
     )
