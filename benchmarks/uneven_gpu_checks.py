@@ -65,8 +65,11 @@ def verified(loss: nn.Module) -> float:
 
 
 def main(shares: str) -> int:
-    where = "GPUs" if torch.cuda.is_available() else "CPU"
-    print(f"shares {shares} on {where}")
+    ranks, gpus = len(shares.split(",")), torch.cuda.device_count()
+    if 0 < gpus < ranks:
+        print(f"{ranks} ranks need as many GPUs, found {gpus}; CUDA_VISIBLE_DEVICES= takes the CPU")
+        return 2
+    print(f"shares {shares} on {'GPUs' if gpus else 'CPU'}")
     checks = [
         ("plain DDP, --uneven", difference(["plain.py"], shares, uneven=True), 1e-6),
         (

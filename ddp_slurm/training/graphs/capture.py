@@ -65,7 +65,7 @@ def watch_for_waiting() -> Iterator[list[str]]:
     places: list[str] = []
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield places
