@@ -31,6 +31,7 @@ from ddp_slurm.training import (
 from ddp_slurm.training.data import ResidentTensors
 from ddp_slurm.training.measure import shares
 from ddp_slurm.training.measure.links import measure_links, rings_of
+from ddp_slurm.training.process_group.stop_vote import StopVote
 from ddp_slurm.training.trainer.evaluation import evaluate
 from ddp_slurm.training.trainer.precision import Precision
 from ddp_slurm.training.uneven import calibrate, gradients
@@ -336,6 +337,19 @@ class SleepyOptimizer(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         time.sleep(0.05)
         super().step(closure)
+
+
+def voted(pipe: Connection, step_seconds: float, asks_from: int) -> tuple[int, int]:
+    """The step after which this rank stops, which rank 1 asks for; the number of votes."""
+    with init_distributed() as world:
+        vote, votes = StopVote(world.control), 0
+        for step in range(1000):
+            if vote.result():
+                return step, votes
+            vote.cast(world.rank == 1 and step >= asks_from)
+            votes += vote._work is not None
+            time.sleep(step_seconds * (1 + world.rank))
+    raise AssertionError("no rank has stopped")
 
 
 def measured_card(pipe: Connection) -> object:
