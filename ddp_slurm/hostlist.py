@@ -13,6 +13,8 @@ from ddp_slurm.errors import DdpSlurmError, quoted
 
 MAX_HOSTS = 1_000_000
 """More hosts than this in one expression are a typing error, not a cluster."""
+NUMBER = "[0-9]{1,255}"
+"""Within a host name. int() refuses numbers of thousands of digits with an error of its own."""
 
 
 class HostlistError(DdpSlurmError, ValueError):
@@ -89,7 +91,7 @@ def _all_names(literals: Sequence[str], choices: Sequence[Sequence[str]]) -> lis
 def _expand_ranges(ranges: str, text: str, limit: int) -> list[str]:
     numbers: list[str] = []
     for item in ranges.split(","):
-        match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", item)
+        match = re.fullmatch(rf"({NUMBER})(?:-({NUMBER}))?", item)
         if not match:
             raise _error(text, f"has {item!r} where a number or a range such as 1-4 belongs")
         width = len(match[1])
@@ -167,7 +169,7 @@ def expand_tasks_per_node(text: str) -> list[int]:
     """
     tasks: list[int] = []
     for item in text.split(","):
-        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", item)
+        match = re.fullmatch(rf"({NUMBER})(?:\(x({NUMBER})\))?", item)
         times = int(match[2] or 1) if match else 0
         if match is None or times == 0 or len(tasks) + times > MAX_HOSTS:
             raise HostlistError(

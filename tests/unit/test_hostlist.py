@@ -237,6 +237,16 @@ def test_bad_task_counts_are_quoted(text):
     assert repr(text) in str(error.value)
 
 
+@pytest.mark.parametrize("text", [f"a[{'9' * 5000}]", f"a[1-{'9' * 5000}]"])
+def test_a_number_too_long_for_int_is_refused(text):
+    with pytest.raises(HostlistError):
+        expand_hostlist(text)
+    with pytest.raises(HostlistError):
+        expand_tasks_per_node(text[2:-1])
+    with pytest.raises(HostlistError):
+        expand_tasks_per_node(f"1(x{'9' * 5000})")
+
+
 @given(st.text(alphabet="a1[]-,x() 0٣\n", max_size=12))
 def test_any_text_is_read_or_refused(text):
     for read in (expand_hostlist, expand_tasks_per_node):
