@@ -32,16 +32,21 @@ ON = {"graphs": "on", "check_loss": False}
 
 
 @pytest.mark.parametrize(
-    ("shares", "options"),
+    ("shares", "options", "ignored"),
     [
-        ((2, 0, 6), {}),
-        ((5, 1, 5), {"micro_batch": 2, "clip_norm": 0.2, "check_loss": True}),
+        ((2, 0, 6), {}, 0),
+        ((2, 0, 6), {}, 20),
+        ((5, 1, 5), {"micro_batch": 2, "clip_norm": 0.2, "check_loss": True}, 0),
+        ((5, 1, 5), {"micro_batch": 2, "clip_norm": 0.2, "check_loss": True}, 20),
     ],
 )
 def test_graphs_on_uneven_ranks_equal_one_process(
-    tmp_path: Path, shares: tuple[int, ...], options: dict[str, Any]
+    tmp_path: Path, shares: tuple[int, ...], options: dict[str, Any], ignored: int
 ) -> None:
-    settings = Run(shares, tmp_path / "s.pt", epochs=5, stateful=False, options={**ON, **options})
+    options = {**ON, **options}
+    settings = Run(
+        shares, tmp_path / "s.pt", epochs=5, stateful=False, options=options, ignored=ignored
+    )
     expected = reference(settings, options.get("clip_norm"))
     reports, calls, _ = run_graphed(tmp_path, (1, 2), settings)
     for report in reports:
@@ -135,7 +140,7 @@ class Summing(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
 
-    def forward(self, inputs: Tensor, targets: Tensor, factor: Tensor) -> None:
+    def forward(self, inputs: Tensor, targets: Tensor, factor: Tensor, weights: Tensor) -> None:
         (self.weight * inputs.sum() * factor).backward()  # type: ignore[no-untyped-call]
 
 
@@ -181,8 +186,8 @@ class Shrinking(Summing):
         self.limit = 100
         self.register_buffer("seen", torch.zeros(()))
 
-    def forward(self, inputs: Tensor, targets: Tensor, factor: Tensor) -> None:
-        super().forward(inputs, targets, factor)
+    def forward(self, inputs: Tensor, targets: Tensor, factor: Tensor, weights: Tensor) -> None:
+        super().forward(inputs, targets, factor, weights)
         self.seen += len(inputs)
         if len(inputs) > self.limit:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
@@ -270,8 +275,8 @@ class Moody(Summing):
         super().__init__()
         self.kind, self.calls, self.rate = kind, 0, 0.1
 
-    def forward(self, inputs: Tensor, targets: Tensor, factor: Tensor) -> None:
-        super().forward(inputs, targets, factor)
+    def forward(self, inputs: Tensor, targets: Tensor, factor: Tensor, weights: Tensor) -> None:
+        super().forward(inputs, targets, factor, weights)
         if self.kind == "random":
             random.random()
         elif self.kind == "torch":

@@ -48,6 +48,13 @@ class Run:
     """Of the loader of noisy data."""
     evaluates: bool = True
     frozen: bool = False
+    ignored: int = 0
+    """The first so many targets, whose weight is 0."""
+
+    def data(self) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, targets = make_data(self.samples, self.dtype)
+        targets[: self.ignored] = -100
+        return inputs, targets
 
 
 @dataclass
@@ -230,7 +237,7 @@ def _record_sizes(model: nn.Module, sizes: list[int]) -> None:
 
 
 def _training_data(run: Run, world: RankWorld) -> Any:
-    inputs, targets = make_data(run.samples, run.dtype)
+    inputs, targets = run.data()
     if run.poison:
         inputs[run.poison[0]] = float("inf")
     data: Any = RecordingSource(inputs, targets, world.device)
@@ -294,7 +301,7 @@ def run(folder: Path, tasks: tuple[int, ...], settings: Run, **options: Any) -> 
 
 def reference(settings: Run, clip_norm: float | None = None) -> torch.Tensor:
     """The parameters after one process's plain training."""
-    inputs, targets = make_data(settings.samples, settings.dtype)
+    inputs, targets = settings.data()
     model = make_model(settings.dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)

@@ -65,14 +65,21 @@ class Graphs:
         clock: StepClock,
         *,
         is_whole: bool,
+        samples: int | None,
     ) -> None:
-        """Give the parameters the gradient of the whole global batch. While ``in_use``."""
+        """Give the parameters the gradient of the whole global batch. While ``in_use``.
+
+        Args:
+            samples: those of the global batch, where its mean is one by the targets' weights.
+        """
         assert self._compute is not None
         self._compute.begin_step()
         with clock.part():
             self._compute(parts, factor, is_whole=is_whole)
         if self._world.world_size > 1:
             self._compute.flat.sum_over_ranks()
+        if samples is not None:
+            self._compute.flat.make_mean(samples)
 
     def forget(self) -> None:
         """Capture again: the shares have changed."""

@@ -36,8 +36,9 @@ class GraphedCompute:
     """Adds up gradients in buffers that stay. All of it is this rank's own: no rank waits.
 
     Args:
-        forward_backward: a module whose forward takes (inputs, targets, factor) and runs backward.
-            It must have no other effect than on gradients, buffers and tensors that live on.
+        forward_backward: a module whose forward takes (inputs, targets, factor, weights), runs
+            backward, and adds the targets' weights to the scalar ``weights``. It must have no other
+            effect than on gradients, buffers and tensors that live on.
         failed: gets the reason, once, if nothing more will be captured.
         ran_out: gets an error and the samples of the pass that raised it. Returns how many samples
             to run at once instead, or raises.
@@ -136,7 +137,8 @@ class GraphedCompute:
         self._pool = None
 
     def _run(self, inputs: Tensor, targets: Tensor, factor: Tensor) -> None:
-        functional_call(self._forward_backward, self.flat.aliases(), (inputs, targets, factor))
+        arguments = (inputs, targets, factor, self.flat.weight)
+        functional_call(self._forward_backward, self.flat.aliases(), arguments)
 
     def _approach(self, inputs: Tensor, targets: Tensor, factor: Tensor) -> None:
         """The first time with a size warms up, the second is watched, the third is captured."""
@@ -244,7 +246,7 @@ def as_graph(
         compute([(inputs, targets)], factor, is_whole=True)
 
     try:
-        forward_backward(inputs, targets, factor)
+        forward_backward(inputs, targets, factor, compute.flat.weight)
         if compute.reason_of_gradients() is not None:
             return None
         compute.begin_step()
@@ -276,8 +278,6 @@ def reason_of_model(model: nn.Module, *, allows_compiled: bool = False) -> str |
     return None
 
 
-def factor_tensor(total: float | Tensor, device: torch.device) -> Tensor:
-    """``1 / total``, a float64 scalar on the device."""
-    if isinstance(total, Tensor):
-        return 1.0 / total.to(torch.float64)
-    return torch.full((), 1.0 / total, dtype=torch.float64, device=device)
+def factor_tensor(samples: int, device: torch.device) -> Tensor:
+    """``1 / samples``, a float64 scalar on the device."""
+    return torch.full((), 1.0 / samples, dtype=torch.float64, device=device)

@@ -13,6 +13,9 @@ ALIGNMENT = 64
 class FlatGradients:
     """A buffer for each data type, and in it a view for each parameter that needs a gradient.
 
+    ``weight`` is one number more: the sum of the weights of the targets that the gradients are of,
+    which so needs no all-reduce of its own.
+
     Args:
         parameters: by their names, each once.
     """
@@ -26,13 +29,19 @@ class FlatGradients:
         self._views: dict[str, Tensor] = {}
         for names in by_dtype.values():
             self._lay_out(names)
+        # 16 bits do not count beyond some hundreds
+        wide = [buffer for buffer in self.buffers if buffer.dtype.itemsize >= 4]
+        if not wide:
+            wide = [self.buffers[0].new_zeros(1, dtype=torch.float32)]
+            self.buffers += wide
+        self.weight = wide[0][-1]
 
     def _lay_out(self, names: list[str]) -> None:
         sizes = [-(-self._parameters[name].numel() // ALIGNMENT) * ALIGNMENT for name in names]
         first = self._parameters[names[0]]
-        buffer = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        buffer = first.new_zeros(sum(sizes) + 1)  # the last one may be the weight
         self.buffers.append(buffer)
-        for name, part in zip(names, torch.split(buffer, sizes), strict=True):
+        for name, part in zip(names, torch.split(buffer[:-1], sizes), strict=True):
             self._views[name] = _as_parameter(part, self._parameters[name])
 
     def zero(self) -> None:
@@ -55,6 +64,13 @@ class FlatGradients:
     def sum_over_ranks(self) -> None:
         for buffer in self.buffers:
             dist.all_reduce(buffer)
+
+    def make_mean(self, samples: int) -> None:
+        """Of gradients of the sum over the targets / ``samples``, make those of the mean by weight;
+        without any weight they stay 0."""
+        ratio = torch.where(self.weight > 0, samples / self.weight, 1.0)
+        for buffer in self.buffers:
+            buffer *= ratio
 
     def give_to_parameters(self) -> None:
         """Let clipping and the optimizer find the gradients where they look for them."""

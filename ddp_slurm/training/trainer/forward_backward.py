@@ -27,9 +27,12 @@ class ForwardBackward(nn.Module):
         # one of the buffers, so that a pass can be taken back
         self.register_buffer("loss_sums", loss_sum.sums, persistent=False)
 
-    def forward(self, inputs: Tensor, targets: Tensor, factor: Tensor) -> None:
-        """Add the gradient of ``factor`` times the sum over the targets; count the loss."""
+    def forward(self, inputs: Tensor, targets: Tensor, factor: Tensor, weights: Tensor) -> None:
+        """Add the gradient of ``factor`` times the sum over the targets, and the targets' weights
+        to ``weights``; count the loss."""
         with self._precision.autocast():
             value, sum_factor = self._loss.value_and_factor(self.model(inputs), targets)
-        self._loss_sum.add(value.detach().double() * sum_factor, self._loss.weight(targets))
+        weight = self._loss.weight(targets)
+        weights += weight
+        self._loss_sum.add(value.detach().double() * sum_factor, weight)
         (value * (factor * sum_factor)).backward()  # type: ignore[no-untyped-call]

@@ -146,27 +146,29 @@ class OptimizerStep:
             inputs, targets: this rank's samples.
             counts: samples of every rank in this step.
         """
-        own = len(targets)
-        total = self._total_weight(targets, counts)
+        own, samples = len(targets), sum(counts)
         parts = evenly(inputs, targets, self._rounds(own, counts))
         self._steps += 1
-        is_whole = sum(counts) == self._global_batch
+        is_whole = samples == self._global_batch
         checks_loss = self._checks_loss()
         with self.graphs.step(is_typical=is_whole and not checks_loss):
             if self.graphs.in_use and not checks_loss:
-                factor = self.scaler.scale(factor_tensor(total, targets.device))
+                factor = self.scaler.scale(factor_tensor(samples, targets.device))
                 filled = [part for part in parts if len(part[1])]
-                self.graphs.gradients(filled, factor, self.clock, is_whole=is_whole)
+                by_weight = None if self.loss.is_sample_mean else samples
+                self.graphs.gradients(
+                    filled, factor, self.clock, is_whole=is_whole, samples=by_weight
+                )
             else:
-                self._gradients(parts, total)
+                self._total = self._total_weight(targets, samples)
+                self._gradients(parts)
             self.loss_sum.samples += own
             with self.clock.part():
                 self._update()
 
-    def _gradients(self, parts: Sequence[tuple[Tensor, Tensor]], total: float | Tensor) -> None:
-        """Give the parameters the gradient of the whole global batch."""
+    def _gradients(self, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Give the parameters the gradient of the whole global batch, whose weight is known."""
         self.optimizer.zero_grad(set_to_none=True)
-        self._total = total
         exchanges_after = self.clock.is_on and self.model is not self._inner
         with self.clock.part():
             for i, part in enumerate(parts):
@@ -206,11 +208,12 @@ class OptimizerStep:
             pairs = list(zip(counts, self._limits, strict=True))
         return max(1, *(-(-samples // limit) for samples, limit in pairs))
 
-    def _total_weight(self, targets: Tensor, counts: Sequence[int]) -> float | Tensor:
-        """Of the whole global batch: its samples, or the sum of its targets' weights."""
+    def _total_weight(self, targets: Tensor, samples: int) -> float | Tensor:
+        """Of the whole global batch of so many samples: their number, or the sum of its targets'
+        weights."""
         total = self.loss.weight(targets)
         if not isinstance(total, Tensor):
-            return sum(counts)
+            return samples
         if self._world_size > 1:
             dist.all_reduce(total)  # on the device: the CPU does not wait for it
         return torch.where(total > 0, total, 1.0)
