@@ -242,7 +242,7 @@ _ddp_watch_first_component() {
   unset SLURM_JOB_NUM_NODES SLURM_JOB_CPUS_PER_NODE SLURM_MEM_PER_NODE
   export -f _ddp_components _ddp_requeue_with_first_component
   # Slurm 20.11 starts this step beside the ranks' one, but no later step beside this one.
-  if [[ $(srun --version) == "slurm 20."* ]]; then
+  if [[ $(srun --version) == *" 20."* ]]; then # "slurm 20.11.9", or Debian's "slurm-wlm 20.11.4"
     [[ $1 == srun ]] || return 0 # torchrun has a step for each attempt
     until squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i | grep -q '[.][0-9]'; do
       sleep 5

@@ -224,10 +224,11 @@ exec /bin/sleep 1
 @pytest.mark.parametrize(
     ("release", "launcher", "calls_before", "calls"),
     [
-        ("20.11.4", "srun", [], ["watch"]),
-        ("20.11.4", "torchrun", [], []),
-        ("22.05.8", "srun", ["watch"], ["watch", "watch"]),
-        ("24.11.5", "torchrun", ["watch"], ["watch", "watch"]),
+        ("slurm 20.11.9", "srun", [], ["watch"]),
+        ("slurm-wlm 20.11.4", "srun", [], ["watch"]),  # Debian's package
+        ("slurm-wlm 20.11.4", "torchrun", [], []),
+        ("slurm-wlm 22.05.8", "srun", ["watch"], ["watch", "watch"]),
+        ("slurm 24.11.5", "torchrun", ["watch"], ["watch", "watch"]),
     ],
 )
 def test_watching_step_begins_as_soon_as_it_stops_no_other(
@@ -242,7 +243,7 @@ def test_watching_step_begins_as_soon_as_it_stops_no_other(
     """On Slurm 20.11 no later step would begin beside it, such as that of the ranks."""
     answers = f"""#!/bin/bash
 case " $* " in
-*" --version "*) echo "slurm {release}" ;;
+*" --version "*) echo "{release}" ;;
 *" --overlap "*) echo watch >>"$FAKE_SLURM/calls" ;;
 *) /bin/sleep 1 ;;
 esac
