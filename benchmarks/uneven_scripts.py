@@ -5,7 +5,7 @@
 
 Each style runs on three gloo ranks of this machine, and on each of them alone with its share, which
 run at once, too. A rank that is slower by n computes for one part of the time and sleeps for n - 1,
-in slices of a sample: one and three quarters of a core are enough for the three. (With one long
+in slices of a sample: less than one core is enough for the three. (With one long
 sleep in place of the computing, a virtual machine that takes unused memory away made the loop's own
 code ten times as slow afterwards.)
 
@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable
 
 SECONDS_PER_SAMPLE = 0.002
-SLOWNESS = (4, 2, 1)
-"""Of each rank."""
+SLOWNESS = (8, 4, 2)
+"""Of each rank: 1 : 2 : 4, and together less than one core."""
 SHARES = "1,2,4"
 BATCH_SIZE = 28
 """Of the script, for each rank: the global batch is 84."""
