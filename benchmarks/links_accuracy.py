@@ -102,11 +102,12 @@ def settings_of(way: str, options: argparse.Namespace) -> argparse.Namespace:
         local["delay"] = int(numbers.pop("delay"))
     if numbers:
         raise SystemExit(f"--ways {way}: unknown settings {', '.join(numbers)}")
-    wrap.LocalConfig = functools.partial(LocalConfig, **local)  # type: ignore[assignment,attr-defined]
+    changed_module: Any = wrap
+    changed_module.LocalConfig = functools.partial(LocalConfig, **local)
     if "delay" in local:
-        wrap.steps_of_delay = lambda *measured: local["delay"]  # type: ignore[assignment,attr-defined]
+        changed_module.steps_of_delay = lambda *measured: local["delay"]
     else:
-        wrap.steps_of_delay = steps_of_delay  # type: ignore[attr-defined]
+        changed_module.steps_of_delay = steps_of_delay
     return changed
 
 

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.workloads import Repeated, synchronize
+from benchmarks.workloads import Repeated
 from ddp_slurm.examples.cifar10 import MEAN, STD
 from ddp_slurm.examples.models import resnet18, small_resnet, to_channels_last
 from ddp_slurm.training import ResidentImages, Trainer, World, equal_shares, init_distributed
 from ddp_slurm.training.exchange import all_gather_values, broadcast_value
 from ddp_slurm.training.trainer.precision import choose_precision
-from ddp_slurm.training.uneven.calibrate import TrainingStep
+from ddp_slurm.training.uneven.calibrate import TrainingStep, wait_for_device
 from ddp_slurm.training.uneven.measured_shares import measured_shares
 
 parser = argparse.ArgumentParser(
@@ -81,14 +81,14 @@ def rate_alone(
     started = 0.0
     for index, (images, labels) in enumerate(data.batches(torch.arange(share), spans, epoch=0)):
         if index == 3:
-            synchronize(world)
+            wait_for_device(world.device)
             started = time.perf_counter()
         optimizer.zero_grad(set_to_none=True)
         with computing.autocast():
             loss = cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
-    synchronize(world)
+    wait_for_device(world.device)
     return steps * share / (time.perf_counter() - started)
 
 

@@ -19,6 +19,7 @@ from ddp_slurm.training.graphs.compute import as_graph
 from ddp_slurm.training.trainer.forward_backward import ForwardBackward
 from ddp_slurm.training.trainer.loss_sum import LossSum
 from ddp_slurm.training.trainer.precision import choose_precision
+from ddp_slurm.training.uneven.calibrate import wait_for_device
 from ddp_slurm.training.uneven.weighted_loss import WeightedLoss
 
 CLASSES = 10
@@ -158,7 +159,7 @@ def rate_alone(
     started = 0.0
     for index in range(steps + 3 if share else 0):
         if index == 3:
-            synchronize(world)
+            wait_for_device(world.device)
             started = time.perf_counter()
         optimizer.zero_grad(set_to_none=True)
         for part in torch.arange(share).split(-(-share // -(-share // most))):
@@ -167,7 +168,7 @@ def rate_alone(
                 loss = work.loss(model(inputs[chosen]), targets[chosen]) * (len(part) / share)
             loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    synchronize(world)
+    wait_for_device(world.device)
     return steps * share / (time.perf_counter() - started) if share else 0.0
 
 
@@ -182,7 +183,7 @@ def rate_as_graph(world: World, work: Workload, model: nn.Module, share: int, st
     loss = WeightedLoss(work.loss, None)
     forward_backward = ForwardBackward(model, loss, precision, LossSum(world.device))
     run = as_graph(forward_backward, inputs, targets) if share else None
-    synchronize(world)
+    wait_for_device(world.device)
     dist.barrier(group=world.control)
     started = time.perf_counter()
     if run is None:
@@ -190,7 +191,7 @@ def rate_as_graph(world: World, work: Workload, model: nn.Module, share: int, st
     for _ in range(steps):
         run()
         optimizer.step()
-    synchronize(world)
+    wait_for_device(world.device)
     return steps * share / (time.perf_counter() - started)
 
 
@@ -211,8 +212,3 @@ def rate_of(world: World, trainer: Trainer) -> float:
     trainer.train()
     late = rates[len(rates) // 2 :]
     return float(broadcast_value(statistics.median(late) if late else 0.0, world.control))
-
-
-def synchronize(world: World) -> None:
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)

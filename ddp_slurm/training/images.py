@@ -71,6 +71,7 @@ class _Images:
     def _moves(self, epoch: int) -> Tensor:
         """Of each sample, how it is moved in this epoch: see ``move``; int64 (samples, 2)."""
         generator = torch.Generator().manual_seed(seed_of(self.seed, epoch, "augment"))
+        # The third column is not used; without it the samples of a seed would move otherwise.
         shifts = torch.randint(-SHIFT_PIXELS, SHIFT_PIXELS + 1, (len(self), 3), generator=generator)
         mirrored = torch.randint(0, 2, (len(self),), generator=generator)
         return move(shifts[:, 0], shifts[:, 1], mirrored)

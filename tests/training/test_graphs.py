@@ -19,6 +19,7 @@ from ddp_slurm.training import Trainer, TrainerConfig, World, init_distributed
 from ddp_slurm.training.data import ResidentTensors
 from ddp_slurm.training.graphs import capture
 from ddp_slurm.training.graphs.compute import GraphedCompute, as_graph, reason_of_model
+from ddp_slurm.training.graphs.flat import FlatGradients
 from ddp_slurm.training.memory.out_of_memory import is_out_of_memory
 from ddp_slurm.training.uneven import calibrate
 from ddp_slurm.training.uneven.weighted_loss import WeightedLoss
@@ -131,6 +132,24 @@ def test_auto_takes_graphs_that_are_faster(
         assert relative_error(report.weights, reference(settings)) < 1e-9
     assert log.count(line) == 1
     assert [each.replays > [10] for each in calls] == [is_used, is_used]
+
+
+def test_weights_are_counted_in_32_bits_or_more() -> None:
+    for dtype, buffers in ((torch.float32, 1), (torch.bfloat16, 2)):
+        flat_gradients = FlatGradients({"w": nn.Parameter(torch.ones(3, dtype=dtype))})
+        flat_gradients.weight += 1_000_001
+        assert flat_gradients.weight.item() == 1_000_001
+        assert len(flat_gradients.buffers) == buffers
+        flat_gradients.zero()
+        assert flat_gradients.weight.item() == 0
+
+
+def test_model_whose_layers_are_all_frozen_for_now_has_no_gradients() -> None:
+    frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    flat_gradients = FlatGradients({"w": frozen})
+    flat_gradients.give_to_parameters()
+    assert frozen.grad is None
+    assert flat_gradients.weight.item() == 0
 
 
 class Summing(nn.Module):

@@ -107,7 +107,7 @@ def test_card_that_runs_out_of_memory_keeps_what_fitted(monkeypatch: pytest.Monk
     monkeypatch.setattr(cards, "all_gather_values", lambda value, control: [value])
     monkeypatch.setattr(cards.dist, "barrier", lambda group: None)
     device = torch.device("cpu")
-    step = TrainingStep(torch.nn.Linear(1, 1), torch.nn.functional.mse_loss, None, device)  # type: ignore[arg-type]
+    step = TrainingStep(torch.nn.Linear(1, 1), torch.nn.functional.mse_loss, None, device)
     assert measure_card(step, None) == CardSpeed([(4, 0.004), (8, 0.008), (16, 0.016)], 16)  # type: ignore[arg-type]
     assert measure_card(step, None, most=8) == CardSpeed([(4, 0.004), (8, 0.008)], None)  # type: ignore[arg-type]
     assert measure_card(step, None, most=3) == CardSpeed([(3, 0.003)], None)  # type: ignore[arg-type]

@@ -32,7 +32,8 @@ class FlatGradients:
         # 16 bits do not count beyond some hundreds
         wide = [buffer for buffer in self.buffers if buffer.dtype.itemsize >= 4]
         if not wide:
-            wide = [self.buffers[0].new_zeros(1, dtype=torch.float32)]
+            like = next(iter(parameters.values()))  # perhaps all are frozen, for now
+            wide = [like.new_zeros(1, dtype=torch.float32)]
             self.buffers += wide
         self.weight = wide[0][-1]
 
