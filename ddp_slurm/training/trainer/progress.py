@@ -90,7 +90,8 @@ class Progress:
         world, loss_sum = self.trainer.world, self.trainer.optimizer_step.loss_sum
         # Of each rank: sum of losses, sum of their weights, samples.
         sums = torch.zeros(world.world_size, 3, dtype=torch.float64)
-        sums[world.rank] = torch.tensor([*loss_sum.totals(), loss_sum.samples])
+        own = (*loss_sum.totals(), loss_sum.samples)
+        sums[world.rank] = torch.tensor(own, dtype=torch.float64)
         now = time.perf_counter()
         dist.all_reduce(sums, group=world.control)
         loss_sum.reset()
